@@ -11,7 +11,6 @@ from megatron_ext.options.common_verdicts import (
     BARE,
     BUNDLE,
     HOT_STATIC,
-    IGNORED,
     OWN_SCRIPT,
     PEER_ON_A_GPU,
     PEERS,
@@ -38,6 +37,7 @@ _CONVERSATIONS = tested(f"{STRATEGIES}data/test_conversations.py::test_hot_equal
 _WORKERS_SWITCH = tested(
     f"{STRATEGIES}data/test_conversations.py::test_workers_of_local_sgd_switch_on_conversations_and_resume_in_mid_interval"
 )
+_NO_RAMP = refused("Megatron 0.19 reads it and ignores it")
 
 DATA_ORDER = (
     row(
@@ -71,10 +71,10 @@ DATA_ORDER = (
     ),
     row(
         "--rampup-batch-size",
-        cpu=IGNORED,
-        local_sgd=IGNORED,
-        hot_switch=IGNORED,
-        sync_service=IGNORED,
+        cpu=_NO_RAMP,
+        local_sgd=_NO_RAMP,
+        hot_switch=_NO_RAMP,
+        sync_service=_NO_RAMP,
     ),
     row(
         "--step-batch-size-schedule",

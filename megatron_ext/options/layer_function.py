@@ -24,10 +24,6 @@ from megatron_ext.options.verdict import accepted, needs_gpu, refused, tested
 
 __all__ = ["LAYER_FUNCTION"]
 
-_COMPUTED = refused("Megatron computes it from --hidden-size and --mup-base-hidden-size, whatever it says")
-_FORGETS = "Megatron 0.19 leaves the norm out of these layers"
-_FORGOTTEN = refused(_FORGETS, "give layers that have it (--spec)")
-
 
 def _forgets_the_norm(args: Any) -> bool:
     dense = args.num_experts is None and args.spec is None
@@ -88,10 +84,10 @@ LAYER_FUNCTION = (
     row(
         "--qk-l2-norm with --transformer-impl local, without experts",
         _forgets_the_norm,
-        cpu=_FORGOTTEN,
-        local_sgd=_FORGOTTEN,
-        hot_switch=refused(_FORGETS),
-        sync_service=_FORGOTTEN,
+        cpu=IGNORED,
+        local_sgd=IGNORED,
+        hot_switch=IGNORED,
+        sync_service=IGNORED,
     ),
     row(
         "--dsa-indexer-topk",
@@ -188,10 +184,10 @@ LAYER_FUNCTION = (
         "--mup-width-mult",
         differs("mup_width_mult", 1.0),
         variables=("mup_width_mult",),
-        cpu=_COMPUTED,
-        local_sgd=_COMPUTED,
-        hot_switch=_COMPUTED,
-        sync_service=_COMPUTED,
+        cpu=IGNORED,
+        local_sgd=IGNORED,
+        hot_switch=IGNORED,
+        sync_service=IGNORED,
         peers_share="mup_width_mult",
     ),
     row(

@@ -7,6 +7,7 @@ from megatron_ext.options.asked import builds_from_config
 from megatron_ext.options.common_verdicts import (
     BUNDLE,
     HOT_BUNDLE,
+    IGNORED,
     NO_TE_ON_CPU,
     ON_A_GPU,
     OWN_SCRIPT,
@@ -22,10 +23,6 @@ __all__ = ["POSITIONS"]
 _OTHER_POSITIONS = "use one of none, rope, yarn, learned_absolute"
 
 _NO_RELATIVE = refused("Megatron's GPT has none", _OTHER_POSITIONS)
-_EIGHT = refused(
-    "Megatron 0.19 reads it and scales by 8",
-    "drop it, and where another factor is meant set rope_scaling_factor of the GPTModelConfig in the script",
-)
 
 POSITIONS = (
     row(
@@ -80,10 +77,10 @@ POSITIONS = (
         "--rope-scaling-factor",
         lambda args: bool(args.rope_scaling_factor != 8.0 and builds_from_config()),
         variables=("rope_scaling_factor",),
-        cpu=_EIGHT,
-        local_sgd=_EIGHT,
-        hot_switch=_EIGHT,
-        sync_service=_EIGHT,
+        cpu=IGNORED,
+        local_sgd=IGNORED,
+        hot_switch=IGNORED,
+        sync_service=IGNORED,
         peers_share="rope_scaling_factor",
     ),
     row(

@@ -54,7 +54,7 @@ def test_options_that_change_no_result(options, plain):
 
 
 @newest
-def test_options_that_are_refused_because_megatron_ignores_them_change_no_bit():
+def test_options_that_megatron_ignores_change_no_bit():
     read = {"position_embedding_type": "rope", "no_rope_fusion": True, "use_rope_scaling": True}
     read |= {"rotary_base": 1000000, "use_mup": True, "mup_base_hidden_size": 16}
     ignored = {"rope_scaling_factor": 2.0, "mup_width_mult": 3.0, "qk_l2_norm": True}

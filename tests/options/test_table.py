@@ -26,6 +26,7 @@ WITHOUT_A_TEST = {
     "the row on formats other than torch_dist and torch has the say",
     "the row on --sft has the say",
     "each format has a row of its own",
+    "it says nothing without --hybrid-layer-pattern",
     "it is read with --moe-expert-capacity-factor alone, which is refused",
     "what is said of each of them holds",
     "strategies have stages of their own, and are checked one by one",
