@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from itertools import pairwise
 from typing import Any
 
 from tests.chaos.history import History
@@ -20,6 +21,7 @@ def figures(history: History) -> dict[str, Any]:
     for struck in history.struck:
         recoveries[struck.fault.kind].append(history.recovered(struck) - struck.ended)
     commits = history.commits()
+    all_recoveries = [seconds for found in recoveries.values() for seconds in found]
     return {
         "settings": history.settings.as_json(),
         "seconds": round(history.seconds, 1),
@@ -29,6 +31,8 @@ def figures(history: History) -> dict[str, Any]:
         "intervals": begun,
         "intervals_lost": lost,
         "goodput": round(1 - lost / begun, 4) if begun else 0.0,
+        "goodput_in_time": _goodput_in_time(history),
+        "median_recovery_seconds": round(statistics.median(all_recoveries), 2) if all_recoveries else None,
         "loss": history.loss,
         "faultless_loss": history.faultless_loss,
         "recovery_seconds": {
@@ -45,6 +49,26 @@ def figures(history: History) -> dict[str, Any]:
     }
 
 
+def _goodput_in_time(history: History) -> float | None:
+    """Return what counted in a second of the run over what counted in one without a fault; None without such seconds.
+
+    A fault lasts here until every peer has counted again. Intervals that wait for a server are not lost, and late.
+    """
+    faults = [(struck.begun, history.recovered(struck)) for struck in history.struck]
+    commits = sorted(history.commits().values(), key=lambda event: event["seen"])
+    quiet_work, quiet_seconds = 0, 0.0
+    for before, after in pairwise(commits):
+        start, end = before["seen"], after["seen"]
+        if not any(begun < end and recovered > start for begun, recovered in faults):
+            quiet_work += len(after["contributors"])
+            quiet_seconds += end - start
+    work = sum(len(event["contributors"]) for event in commits[1:])
+    seconds = commits[-1]["seen"] - commits[0]["seen"] if commits else 0.0
+    if not quiet_work or not quiet_seconds or not seconds:
+        return None
+    return round(work / seconds * quiet_seconds / quiet_work, 4)
+
+
 def as_table(found: dict[str, Any]) -> str:
     """Return the figures for people."""
     settings = found["settings"]
@@ -55,10 +79,14 @@ def as_table(found: dict[str, Any]) -> str:
         f"{found['rounds']} rounds in {found['seconds']:.0f} s, {found['faults']} faults "
         f"({found['faults_per_hour']:.0f} an hour)",
         f"goodput {found['goodput']:.2%} ({found['intervals_lost']} of {found['intervals']} intervals lost), "
+        f"in time {_percent(found['goodput_in_time'])}, "
         f"loss {found['loss']:.5f} ({found['loss'] / found['faultless_loss'] - 1:+.2%} from a run without faults)",
         "",
         f"{'fault':<28}{'times':>6}{'recovered after s: median':>27}{'worst':>8}",
     ]
+    if found["recovery_seconds"]:
+        worst = max(entry["worst"] for entry in found["recovery_seconds"].values())
+        lines.append(f"{'all':<28}{found['faults']:>6}{found['median_recovery_seconds']:>27.2f}{worst:>8.2f}")
     for name, entry in found["recovery_seconds"].items():
         lines.append(f"{name:<28}{entry['faults']:>6}{entry['median']:>27.2f}{entry['worst']:>8.2f}")
     lines += ["", *(f"  {line}" for line in (*found["outcomes"], *found["ends"]))]
@@ -66,3 +94,7 @@ def as_table(found: dict[str, Any]) -> str:
     lines += [f"VIOLATION of '{rule}': {said}" for rule, sentences in violated.items() for said in sentences]
     lines.append("violations: none" if not violated else f"violations of {len(violated)} rules")
     return "\n".join(lines)
+
+
+def _percent(share: float | None) -> str:
+    return "unknown" if share is None else f"{share:.1%}"

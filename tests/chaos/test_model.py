@@ -194,8 +194,27 @@ def test_the_figures_say_how_much_was_lost_and_how_long_it_took_to_recover():
     assert (found["intervals"], found["intervals_lost"], found["goodput"]) == (12, 1, 0.9167)
     # The peer was there again at 1.7 s, and round 3 is the first one in which all count since.
     assert found["recovery_seconds"] == {"peer killed": {"faults": 1, "median": 1.3, "worst": 1.3}}
+    assert found["median_recovery_seconds"] == 1.3
+    # 11 contributions in 4 s, and 3 in each of the two seconds in which nothing was wrong.
+    assert found["goodput_in_time"] == 0.9167
     table = as_table(found)
-    assert "goodput 91.67% (1 of 12 intervals lost)" in table and "violations: none" in table
+    assert "goodput 91.67% (1 of 12 intervals lost), in time 91.7%, loss" in table and "violations: none" in table
+
+
+def test_rounds_that_wait_for_a_server_are_late_though_none_of_their_intervals_is_lost():
+    found = history()
+    for event in found.journal:
+        event["seen"] += 6.0 * (event["seen"] > 2.5)  # the rest of the run comes six seconds later
+    found.struck = [Struck(fault=replace(found.struck[0].fault, target="server"), begun=2.2, ended=8.0)]
+    # 11 contributions in 10 s; quiet are those of rounds 1, 2 and 4, 8 in 3 s.
+    assert figures(found)["goodput_in_time"] == round(1.1 / (8 / 3), 4)
+
+
+def test_without_a_quiet_second_the_goodput_in_time_is_unknown():
+    found = history()
+    found.struck = [replace(found.struck[0], begun=-1.0, ended=3.5)]
+    assert figures(found)["goodput_in_time"] is None
+    assert "in time unknown" in as_table(figures(found))
 
 
 def test_a_violation_is_in_the_table():
