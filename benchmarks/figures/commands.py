@@ -220,6 +220,12 @@ COMMANDS = (
         minutes=0.5,
     ),
     Command(
+        name="simulate_hot_switch_documents",
+        line="megatron-ext simulate hot-switch --model llama-7b --hot-switch-strategies 1,4,2 8,1,1 2,2,2 "
+        "--hot-switch-bucket-sizes 32768 16384 4096 0 --mean-length 620 --length-spread 1.2 --memory-gib 73.3",
+        minutes=0.5,
+    ),
+    Command(
         name="local_sgd_suggest",
         line="megatron-ext local-sgd suggest --model llama-7b --workers 4 --bandwidth 10 --step-seconds 5",
         minutes=0.2,
