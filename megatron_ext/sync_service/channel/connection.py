@@ -17,7 +17,7 @@ from megatron_ext.sync_service.channel.line import Line, Stalled, Watch
 from megatron_ext.sync_service.channel.proxy import proxy_variable
 from megatron_ext.sync_service.channel.security import SECRET_KEY, TOKEN_KEY, read_token
 from megatron_ext.sync_service.channel.tls import client_credentials, what_tls_says
-from megatron_ext.sync_service.protocol.limits import LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.protocol.durations import LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol.protocol import MAX_MESSAGE, grpc
 from megatron_ext.sync_service.protocol.wire import Unreadable
 

@@ -16,7 +16,7 @@ from megatron_ext.outer.codecs.all_codecs import CODECS, EXACT_CODEC
 from megatron_ext.outer.places import Where, place_problems
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.sync_service.channel.address import is_loopback, split_address
-from megatron_ext.sync_service.protocol.limits import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.protocol.durations import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol.names import NAME
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from megatron_ext.errors import UserError
 from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
-from megatron_ext.sync_service.protocol.limits import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.protocol.durations import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol.names import NAME
 from megatron_ext.sync_service.protocol.report import CODEC_PACKAGE, LONGEST_DATA
 

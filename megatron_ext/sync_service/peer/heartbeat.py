@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.channel.connection import Connection, ConnectionConfig
-from megatron_ext.sync_service.protocol.limits import ALIVE_HEARTBEATS
+from megatron_ext.sync_service.protocol.durations import ALIVE_HEARTBEATS
 from megatron_ext.sync_service.protocol.protocol import pb2
 
 __all__ = ["Heartbeat"]

@@ -15,7 +15,7 @@ from megatron_ext.sync_service.peer.config import ClientConfig
 from megatron_ext.sync_service.peer.heartbeat import Heartbeat
 from megatron_ext.sync_service.peer.job import Job
 from megatron_ext.sync_service.protocol.catalog import Catalog, tensor_messages
-from megatron_ext.sync_service.protocol.limits import ALIVE_HEARTBEATS
+from megatron_ext.sync_service.protocol.durations import ALIVE_HEARTBEATS
 from megatron_ext.sync_service.protocol.protocol import PROTOCOL_VERSION, pb2
 from megatron_ext.sync_service.protocol.report import Progress, Report, progress_message
 from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limits: what numbers of seconds can be waited for, and what one peer of a run may announce and upload."""
+"""Limits of what one peer of a run may announce and upload."""
 
 from __future__ import annotations
 
@@ -8,33 +8,7 @@ from dataclasses import dataclass
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.refusal import Refusal
 
-__all__ = [
-    "ALIVE_HEARTBEATS",
-    "LONGEST_ALIVE_SECONDS",
-    "LONGEST_HEARTBEAT_SECONDS",
-    "LONGEST_SECONDS",
-    "Limits",
-    "can_be_waited",
-    "gib",
-]
-
-LONGEST_ALIVE_SECONDS = 60.0
-"""For longer no process counts as alive without a further heartbeat."""
-
-ALIVE_HEARTBEATS = 3
-"""Heartbeats that may fail to come before a process no longer counts as alive."""
-
-LONGEST_HEARTBEAT_SECONDS = LONGEST_ALIVE_SECONDS / ALIVE_HEARTBEATS
-"""Between two heartbeats."""
-
-LONGEST_SECONDS = 30 * 86400.0
-"""A month. The system's own limit is not far above what people write for "forever", and ends the thread that waits."""
-
-
-def can_be_waited(seconds: float, *, or_zero: bool = False) -> bool:
-    """Return whether `seconds` is above 0 (or 0, with `or_zero`) and not beyond the limit; NaN is not."""
-    return (seconds >= 0 if or_zero else seconds > 0) and seconds <= LONGEST_SECONDS
-
+__all__ = ["Limits", "gib"]
 
 _FRAMES, _FRAMES_OF_TENSOR, _BYTES_OF_FRAME = 4096, 64, 4096
 """Of what a contribution may have unless told otherwise. Clients cut frames of no fewer bytes."""

@@ -15,7 +15,8 @@ from megatron_ext.outer.penalty_config import PenaltyConfig
 from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.spes import MergeConfig
-from megatron_ext.sync_service.protocol.limits import LONGEST_SECONDS, Limits, can_be_waited
+from megatron_ext.sync_service.protocol.durations import LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.protocol.limits import Limits
 from megatron_ext.sync_service.rounds.members import Policy
 
 __all__ = ["MOST_PEERS", "RunConfig"]

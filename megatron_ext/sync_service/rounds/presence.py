@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 
-from megatron_ext.sync_service.protocol.limits import LONGEST_ALIVE_SECONDS
+from megatron_ext.sync_service.protocol.durations import LONGEST_ALIVE_SECONDS
 
 __all__ = ["Presence"]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.sync_service.channel.address import is_loopback, split_address
-from megatron_ext.sync_service.protocol.limits import can_be_waited
+from megatron_ext.sync_service.protocol.durations import can_be_waited
 from megatron_ext.sync_service.protocol.message_size import MAX_MESSAGE
 from megatron_ext.sync_service.protocol.names import NAME
 from megatron_ext.sync_service.rounds.config import RunConfig

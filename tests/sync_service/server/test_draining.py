@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from megatron_ext.cli.main import main
-from megatron_ext.sync_service.protocol.limits import LONGEST_ALIVE_SECONDS
+from megatron_ext.sync_service.protocol.durations import LONGEST_ALIVE_SECONDS
 from megatron_ext.sync_service.rounds.draining import LINGER_SECONDS, Draining
 from megatron_ext.sync_service.rounds.presence import Presence
 from tests.support.waiting import PATIENCE
