@@ -78,6 +78,10 @@ NOT_OF_THE_MODEL = frozenset(
         "mup_output_mult",
         "mup_base_head_dim",
         "mup_attn_scale_power",
+        "mamba_state_dim",
+        "mamba_head_dim",
+        "mamba_num_groups",
+        "mamba_num_heads",
     }
 )
 """Arguments that peers have to agree on, and that say nothing about the function of the weights."""

@@ -95,7 +95,7 @@ def argument_problems(args: Any, feature: str) -> list[str]:
             f"--local-sgd-warmup-steps {config.local_sgd_warmup_steps} leaves no local step before "
             f"{said}; lower the one or raise the other"
         )
-    elif length is not None and not config.use_async and not outer.problems():
+    elif length is not None and not config.use_async and not outer.problems() and config.local_sgd_sync_interval > 0:
         rounds = (length - config.local_sgd_warmup_steps) // config.local_sgd_sync_interval
         problems += outer.length_problems(rounds) if rounds else []
     return problems + refusals(args, feature)

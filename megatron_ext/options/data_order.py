@@ -37,6 +37,8 @@ _CONVERSATIONS = tested(f"{STRATEGIES}data/test_conversations.py::test_hot_equal
 _WORKERS_SWITCH = tested(
     f"{STRATEGIES}data/test_conversations.py::test_workers_of_local_sgd_switch_on_conversations_and_resume_in_mid_interval"
 )
+_IN_SAMPLES = refused("Megatron 0.19 counts phases in samples", "give --train-samples")
+_REFUSED_ANYHOW = accepted("the row on --phase-transition-iterations has the say")
 _NO_RAMP = refused("Megatron 0.19 reads it and ignores it")
 
 DATA_ORDER = (
@@ -68,6 +70,14 @@ DATA_ORDER = (
         ),
         hot_switch=refused("sequences are counted from the first phase on, so that a new corpus would not begin at 0"),
         sync_service=refused("the peers' parts would have to be cut again in every phase"),
+    ),
+    row(
+        "--phase-transition-iterations without --train-samples",
+        lambda args: args.phase_transition_iterations is not None and args.train_samples is None,
+        cpu=_IN_SAMPLES,
+        local_sgd=_IN_SAMPLES,
+        hot_switch=_REFUSED_ANYHOW,
+        sync_service=_REFUSED_ANYHOW,
     ),
     row(
         "--rampup-batch-size",

@@ -37,6 +37,9 @@ _HYBRID_PEERS = tested(
     f"{PEERS}test_hybrid_peers.py::test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding"
 )
 _HYBRID_EXPERTS = tested(f"{EXPERTS}test_hybrid_models.py::test_a_peer_trains_its_own_experts_and_all_other_layers")
+_NO_PLACE = refused("Megatron 0.19 hands it to a model's configuration, which has no place for it")
+_HYBRIDS_NEED_A_GPU = needs_gpu("its layers are Transformer Engine's and mamba_ssm's, which are CUDA kernels")
+_NO_HYBRIDS = refused("state-space layers carry what they have seen from one document of a row into the next")
 _OF_HYBRIDS = accepted("it says nothing without --hybrid-layer-pattern")
 
 LAYER_FUNCTION = (
@@ -280,16 +283,30 @@ LAYER_FUNCTION = (
         sync_service=PEERS_BUNDLE,
     ),
     row(
-        "--hybrid-layer-pattern",
-        cpu=needs_gpu("its layers are Transformer Engine's and mamba_ssm's, which are CUDA kernels", "drop it"),
+        "--init-method-xavier-uniform",
+        lambda args: bool(args.init_method_xavier_uniform and builds_from_config()),
+        cpu=_NO_PLACE,
+        local_sgd=_NO_PLACE,
+        hot_switch=_NO_PLACE,
+        sync_service=_NO_PLACE,
+    ),
+    row(
+        "--hybrid-override-pattern",  # the former name, which Megatron takes over when it validates
+        cpu=_HYBRIDS_NEED_A_GPU,
         local_sgd=_HYBRID_WORKERS,
-        hot_switch=refused(
-            "state-space layers carry what they have seen from one document of a row into the next", "drop it"
-        ),
+        hot_switch=_NO_HYBRIDS,
+        sync_service=_HYBRID_PEERS,
+        spes=_HYBRID_EXPERTS,
+    ),
+    row(
+        "--hybrid-layer-pattern",
+        cpu=_HYBRIDS_NEED_A_GPU,
+        local_sgd=_HYBRID_WORKERS,
+        hot_switch=_NO_HYBRIDS,
         sync_service=_HYBRID_PEERS,
         spes=_HYBRID_EXPERTS,
         # Bars are where a peer has cut its own pipeline.
-        peers_share=lambda args: (args.hybrid_layer_pattern or "").replace("|", ""),
+        peers_share=lambda args: (args.hybrid_layer_pattern or args.hybrid_override_pattern or "").replace("|", ""),
     ),
     *(
         row(

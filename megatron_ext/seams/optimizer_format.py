@@ -58,9 +58,11 @@ def refuse_other_optimizer(context: CheckpointRead) -> None:
         return
     before, now = _kind_of(saved), _kind_of(args)
     if before != now:
+        # In mid-interval every worker has weights of its own, which go with the optimizer's state alone.
+        when = ", of a checkpoint from a sync point" if getattr(args, "use_local_sgd", False) else ""
         raise UserError(
             f"--load {context.directory}: saved with {before}, this run has {now}, which cannot take its state. Give "
-            "what it was saved with, or take the weights alone with --no-load-optim"
+            f"what it was saved with, or take the weights alone with --no-load-optim{when}"
         )
 
 

@@ -21,6 +21,7 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
             },
             ["--local-sgd-workers 1 with an outer optimizer steps by itself, and --local-sgd-codec need others"],
         ),
+        ({"local_sgd_sync_interval": 0}, ["--local-sgd-sync-interval is 0; it must be at least 1 step"]),
         (
             {"local_sgd_workers": 1, "local_sgd_codec": "int8", "local_sgd_sync_interval": 9},
             ["so --local-sgd-codec would have no effect", "give the one an outer optimizer"],
@@ -111,6 +112,8 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
                 "local_sgd_data_slack": 0.5,
                 "local_sgd_replay_meetings": "/nowhere/steps.jsonl",
                 "phase_transition_iterations": "2",
+                "train_iters": None,
+                "train_samples": 80,
                 "dataloader_type": "external",
                 "local_sgd_sync_interval": 4,
                 "local_sgd_pseudo_grad_reducer": "pairwise",
@@ -131,7 +134,7 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
         ),
     ],
     ids=[
-        *("workers", "one worker", "one worker without rounds", "one worker that averages", "samples"),
+        *("workers", "one worker", "no interval", "one worker without rounds", "one worker that averages", "samples"),
         *("schedule and outer optimizer", "schedules", "penalty", "streaming"),
         "asynchronous",
     ],
