@@ -192,6 +192,7 @@ COMMANDS = (
         needs=("root", "iproute2"),
     ),
     Command(name="chaos", line=_each(_CHAOS, seeds=range(100, 110), then="--minutes 3"), minutes=40),
+    Command(name="chaos_in_time", line=_each(_CHAOS, seeds=range(100, 103), then="--minutes 3"), minutes=12),
     Command(name="chaos_60_an_hour", line=f"{_CHAOS} --seed 7 --minutes 9 --faults-per-hour 60", minutes=10),
     Command(
         name="chaos_jobs",
