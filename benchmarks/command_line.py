@@ -24,7 +24,9 @@ __all__ = [
     "EachOnce",
     "add_model_options",
     "add_report_option",
+    "add_rounds_options",
     "add_seeds_option",
+    "add_slow_by_option",
     "at_least",
     "benchmark_parser",
     "file_to_read",
@@ -93,6 +95,38 @@ def add_report_option(parser: argparse.ArgumentParser) -> None:
     """Add `--json FILE`."""
     parser.add_argument(
         "--json", metavar="FILE", type=writable, help="write machine, versions and cases to FILE as well"
+    )
+
+
+def add_rounds_options(parser: argparse.ArgumentParser, methods: Sequence[str]) -> None:
+    """Add how many workers make rounds, and of which methods.
+
+    Args:
+        parser: gets the options.
+        methods: all of them.
+    """
+    parser.add_argument(
+        "--workers",
+        type=at_least(2, MOST_PROCESSES),
+        nargs="+",
+        action=EachOnce,
+        default=[2, 4],
+        help="numbers of workers (2 4)",
+    )
+    parser.add_argument(
+        "--methods", choices=methods, nargs="+", action=EachOnce, default=methods, help="of rounds (both)"
+    )
+
+
+def add_slow_by_option(parser: argparse.ArgumentParser) -> None:
+    """Add `--slow-by`."""
+    parser.add_argument(
+        "--slow-by",
+        type=at_least(1, 1000),
+        nargs="+",
+        action=EachOnce,
+        default=[2, 4],
+        help="slowness of one worker (2 4)",
     )
 
 

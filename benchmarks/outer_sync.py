@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 
 from benchmarks import overlapped_step, wire_bytes
 from benchmarks.command_line import (
-    MOST_PROCESSES,
-    EachOnce,
     add_model_options,
     add_report_option,
+    add_rounds_options,
     at_least,
     benchmark_parser,
     require_memory,
@@ -107,17 +106,7 @@ def least_seconds(reduces: Sequence[float], copies: Sequence[float], workers: in
 def parser() -> argparse.ArgumentParser:
     """Return the parser of this benchmark's options."""
     found = benchmark_parser("outer_sync", __doc__)
-    found.add_argument(
-        "--workers",
-        type=at_least(2, MOST_PROCESSES),
-        nargs="+",
-        action=EachOnce,
-        default=[2, 4],
-        help="numbers of workers (2 4)",
-    )
-    found.add_argument(
-        "--methods", choices=list(GOALS), nargs="+", action=EachOnce, default=list(GOALS), help="of rounds (both)"
-    )
+    add_rounds_options(found, list(GOALS))
     add_model_options(found, pairs=11)
     found.add_argument(
         "--overlapped-intervals",

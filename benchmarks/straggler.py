@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.command_line import (
-    EachOnce,
     add_report_option,
+    add_slow_by_option,
     at_least,
     benchmark_parser,
     number_above,
@@ -120,14 +120,7 @@ def measured(plan: Plan) -> dict[str, Outcome]:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     found = benchmark_parser("straggler", __doc__)
-    found.add_argument(
-        "--slow-by",
-        type=at_least(1, 1000),
-        nargs="+",
-        action=EachOnce,
-        default=[2, 4],
-        help="slowness of one worker (2 4)",
-    )
+    add_slow_by_option(found)
     found.add_argument(
         "--step-ms",
         type=number_above(LEAST_STEP_MS, 1e6),

@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
-from benchmarks.command_line import EachOnce, add_report_option, at_least, benchmark_parser, number_above
+from benchmarks.command_line import add_report_option, add_slow_by_option, at_least, benchmark_parser, number_above
 from benchmarks.common import Case, print_table, report
 from tests.support.presets import toy_gpt
 from tests.support.pretrain import run_pretrain
@@ -62,14 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the options."""
     found = benchmark_parser("straggler_in_megatron", __doc__)
-    found.add_argument(
-        "--slow-by",
-        type=at_least(1, 1000),
-        nargs="+",
-        action=EachOnce,
-        default=[2, 4],
-        help="slowness of one worker (2 4)",
-    )
+    add_slow_by_option(found)
     found.add_argument(
         "--step-seconds", type=number_above(0, 3600), default=0.5, help="pause in a step of the others (0.5)"
     )

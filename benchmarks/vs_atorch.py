@@ -22,11 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its p
 from benchmarks import atorch_environment
 from benchmarks.atorch_rounds import ATORCH, OURS, PENALTY, PLAIN, Memory, Setting, rank_memory, rank_times
 from benchmarks.command_line import (
-    MOST_PROCESSES,
-    EachOnce,
     add_model_options,
     add_report_option,
-    at_least,
+    add_rounds_options,
     benchmark_parser,
     folder_for_output,
     require_memory,
@@ -104,17 +102,7 @@ def parser() -> argparse.ArgumentParser:
         default=REPOSITORY / "outputs" / "vs_atorch" / "env",
         help="folder of the environment with atorch, made when it is not there (outputs/vs_atorch/env)",
     )
-    found.add_argument(
-        "--workers",
-        type=at_least(2, MOST_PROCESSES),
-        nargs="+",
-        action=EachOnce,
-        default=[2, 4],
-        help="numbers of workers (2 4)",
-    )
-    found.add_argument(
-        "--methods", choices=list(GOALS), nargs="+", action=EachOnce, default=list(GOALS), help="of rounds (both)"
-    )
+    add_rounds_options(found, list(GOALS))
     add_model_options(found, pairs=9)
     add_report_option(found)
     return found

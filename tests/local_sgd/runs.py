@@ -6,7 +6,15 @@ from __future__ import annotations
 from tests.support.presets import LAYOUTS, PRECISIONS, Options, toy_gpt
 from tests.support.pretrain import RankOutcome, run_pretrain
 
-__all__ = ["arguments", "local_run", "model_digests", "same_state", "worker_slices"]
+__all__ = ["GUARD", "arguments", "local_run", "model_digests", "same_state", "worker_slices"]
+
+GUARD: Options = {
+    "local_sgd_skip_anomaly": True,
+    "local_sgd_ewma_warmup_steps": 2,
+    "local_sgd_pseudo_gradnorm_reduce": True,
+    "local_sgd_clip_pseudo_grad": 0.1,
+}
+"""All guards of the pseudo-gradient penalty."""
 
 
 def arguments(

@@ -8,19 +8,13 @@ from functools import partial
 
 import pytest
 
-from tests.local_sgd.runs import arguments, model_digests, same_state, worker_slices
+from tests.local_sgd.runs import GUARD, arguments, model_digests, same_state, worker_slices
 from tests.support.presets import GROUPED, HYBRID, LAYOUTS
 from tests.support.pretrain import run_pretrain
 from tests.support.transformer_engine import accept_transformer_engine
 
 pytestmark = pytest.mark.usefixtures("double_of_transformer_engine")
 
-GUARD = {
-    "local_sgd_skip_anomaly": True,
-    "local_sgd_ewma_warmup_steps": 2,
-    "local_sgd_pseudo_gradnorm_reduce": True,
-    "local_sgd_clip_pseudo_grad": 0.1,
-}
 KINDS = {
     "penalty": ("tp2-sp", "bf16-distopt", GUARD),
     "stages, parts of stages and a codec": (

@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.local_sgd.runs import arguments, local_run, model_digests, same_state, worker_slices
+from tests.local_sgd.runs import GUARD, arguments, local_run, model_digests, same_state, worker_slices
 from tests.support.every_run import one_of_each
 from tests.support.presets import Options
 from tests.support.pretrain import run_pretrain
@@ -14,12 +14,6 @@ MTP: Options = {
     "no_rope_fusion": True,
     "untie_embeddings_and_output_weights": True,
     "local_sgd_sync_interval": 3,
-}
-GUARD = {
-    "local_sgd_skip_anomaly": True,
-    "local_sgd_ewma_warmup_steps": 2,
-    "local_sgd_pseudo_gradnorm_reduce": True,
-    "local_sgd_clip_pseudo_grad": 0.1,
 }
 KINDS = {
     "penalty": ("tp2", "bf16-distopt", GUARD),
