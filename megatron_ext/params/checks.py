@@ -114,11 +114,13 @@ def expected_shards(
         key = checkpoint_key(
             entry.name_local, first_layer=_first_layer(entry), homogeneous=homogeneous, renamed=renamed
         )
-    return sorted(
-        CheckedShard(key + name, (*leading_shape, *shape), (*leading_offset, *start), piece.shape)
-        for piece in _stored_pieces(entry)
-        for name, shape, start in (_stored_tensor(tensor, piece),)
-    )
+    shards = []
+    for piece in _stored_pieces(entry):
+        name, shape, start = _stored_tensor(tensor, piece)
+        shards.append(
+            CheckedShard(key + name, (*leading_shape, *shape), (*leading_offset, *start), piece.shape)
+        )
+    return sorted(shards)
 
 
 def _stored_tensor(tensor: GlobalTensor, piece: Piece) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
