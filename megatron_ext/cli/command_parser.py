@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self
 
 __all__ = ["CommandParser"]
@@ -52,10 +52,11 @@ class CommandParser(argparse.ArgumentParser):
         return options, unknown
 
     def _meant(self, word: str, options: argparse.Namespace) -> str | None:
-        """Return what an unknown word is to be instead."""
-        way_out: str | None = getattr(options, "of_unknown", None)
-        if way_out is not None or not word.startswith("--"):
-            return way_out
+        """Return what an unknown word is to be instead, or why it is none of the command's."""
+        way_out: str | Callable[[str], str | None] | None = getattr(options, "of_unknown", None)
+        said = way_out(word) if callable(way_out) else way_out
+        if said is not None or not word.startswith("--"):
+            return said
         near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, n=1)
         return f"did you mean {near[0]}?" if near else None
 

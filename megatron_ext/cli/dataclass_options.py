@@ -12,10 +12,28 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-__all__ = ["METAVARS", "add_fields", "field_docstrings", "from_options"]
+__all__ = ["METAVARS", "add_fields", "field_docstrings", "from_options", "whole_number"]
 
 METAVARS: Mapping[type, str] = MappingProxyType({int: "N", float: "X", str: "TEXT"})
 """What the help calls a value."""
+
+
+def whole_number(text: str) -> int:
+    """Return a whole number, which people also write as 1e6.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return int(text)
+    except ValueError:
+        value = float(text)
+        if not value.is_integer():
+            raise
+        return int(value)
+
+
+whole_number.__name__ = "int"  # what argparse calls it in its messages
 
 
 def field_docstrings(cls: type) -> dict[str, str]:
@@ -48,7 +66,7 @@ def add_fields(parser: argparse._ActionsContainer, cls: type) -> None:
         choices = get_args(hint) if get_origin(hint) is Literal else None
         parser.add_argument(
             flag,
-            type=str if choices else hint,
+            type=str if choices else whole_number if hint is int else hint,
             choices=choices,
             default=entry.default,
             metavar=None if choices else METAVARS[hint],

@@ -19,8 +19,8 @@ class StreamingConfig(FromArgs):
     """Rounds of parts of the model, one after the other within an interval, and their overlap with training."""
 
     fragments: int = flag("--local-sgd-fragments", 1)
-    """Cut the model into this many fragments of whole layers. Each has its own round once per interval, all at
-    different steps, so that the largest amount sent at a time falls by as much."""
+    """Cut the model into this many fragments of whole layers. Each has its own round once per interval, and
+    these are spread evenly over the interval's steps, so that the largest amount sent at a time falls by as much."""
 
     pattern: Literal["strided", "sequential"] = flag(
         "--local-sgd-fragment-pattern", "strided", type=str, choices=["strided", "sequential"]

@@ -41,6 +41,9 @@ class SimulatedRun:
     tokens: float = 0.0
     """Of all workers' steps that count; 0 where a step's are not known."""
 
+    too_late: float | None = None
+    """Part of the contributions that came too late to count; None where nothing is contributed."""
+
     @property
     def utilisation(self) -> float:
         """Part of the time in which a worker makes steps that count, in the mean over the workers."""
@@ -49,6 +52,7 @@ class SimulatedRun:
     def figures(self) -> dict[str, str]:
         """Return the figures for people, by name."""
         tokens = {"tokens/s": f"{self.tokens / self.seconds:,.0f}"} if self.tokens else {}
+        too_late = {} if self.too_late is None else {"too late, %": f"{100 * self.too_late:.2f}"}
         return {
             "utilisation": f"{self.utilisation:.3f}",
             "hours": f"{self.seconds / 3600:.4g}",
@@ -56,16 +60,19 @@ class SimulatedRun:
             **tokens,
             "GB sent by a worker": f"{self.worker_bytes / 1e9:.4g}",
             "outer rounds": str(self.rounds or "-"),
-            "failures": str(self.failures or "-"),
+            **too_late,
+            "failures": str(self.failures),
         }
 
     def as_json(self) -> dict[str, Any]:
         """Return the figures under their names."""
+        too_late = {} if self.too_late is None else {"too_late": self.too_late}
         return {
             "utilisation": self.utilisation,
             "seconds": self.seconds,
             "worker_steps": self.worker_steps,
             "rounds": self.rounds,
+            **too_late,
             "failures": self.failures,
             "worker_bytes": self.worker_bytes,
             "tokens_per_second": self.tokens / self.seconds if self.tokens else None,

@@ -14,7 +14,8 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from megatron_ext.simulate.event_limits import FailureGuard
+from megatron_ext.errors import UserError
+from megatron_ext.simulate.event_limits import MOST_EVENTS, FailureGuard
 from megatron_ext.simulate.event_queue import EventQueue, SharedLink
 from megatron_ext.simulate.job_run import SimulatedRun
 from megatron_ext.simulate.service_peer import ServicePeer
@@ -26,7 +27,7 @@ from megatron_ext.sync_service.rounds.members import Policy
 from megatron_ext.sync_service.rounds.resume import decide
 from megatron_ext.sync_service.rounds.round import RunState
 
-__all__ = ["ServiceLoad", "ServiceRun"]
+__all__ = ["ServiceLoad", "ServiceRun", "more_that_count"]
 
 _RUN = "simulated"
 _KEPT = 16
@@ -101,6 +102,7 @@ class ServiceRun:
         self._late: list[tuple[ServicePeer, int]] = []
         """Peers that await a round in which they are not, and their processes."""
         self._counted = self._rounds = self._failures = 0
+        self._contributions = self._too_late = 0
         self._bytes = 0.0
         self._asked = -1.0
         for peer in self._peers:
@@ -113,7 +115,7 @@ class ServiceRun:
         """Return what becomes of it, once all steps have been contributed.
 
         Raises:
-            UserError: failures come faster than rounds.
+            UserError: failures come faster than rounds, or contributions that count so seldom that it takes too long.
         """
         for peer in self._peers:
             self._state.adopted(peer.name, 0)
@@ -128,6 +130,7 @@ class ServiceRun:
         )
         while self._counted < self._load.steps and self._queue.step():
             guard.check(self._counted, self._failures)
+            self._check_contributions()
         for peer in self._peers:
             peer.end(self._queue.now)
         return SimulatedRun(
@@ -137,7 +140,21 @@ class ServiceRun:
             failures=self._failures,
             worker_bytes=self._bytes / count,
             time={cause: sum(peer.time[cause] for peer in self._peers) / count for cause in CAUSES},
+            too_late=self._too_late / max(self._contributions, 1),
         )
+
+    def _check_contributions(self) -> None:
+        """Refuse to simulate a run without end, whose peers train for nothing.
+
+        Raises:
+            UserError: they have made too many contributions.
+        """
+        if self._contributions > MOST_EVENTS:
+            too_late = f"{self._too_late / self._contributions:.0%}"
+            raise UserError(
+                f"the run makes more than {MOST_EVENTS} contributions, of which {too_late} come too late to count; "
+                f"give {more_that_count(self._state.policy)}, or fewer --steps"
+            )
 
     # What a peer does.
 
@@ -168,6 +185,7 @@ class ServiceRun:
             self._train(peer)
         else:
             peer.finish_interval()
+            self._contributions += 1
             peer.wait_for("sending", now)
             self._after(load.latency, peer, self._upload)
             if load.delay:
@@ -211,6 +229,7 @@ class ServiceRun:
     def _come_too_late(self, peer: ServicePeer) -> None:
         """Let a contribution be lost, and await its round, or take what is newer."""
         peer.resolve(counted=False)
+        self._too_late += 1
         answer, _ = self._state.answer(peer.name, peer.base + 1, uploaded=False)
         if answer == "committed":
             self._download(peer)
@@ -353,6 +372,13 @@ class ServiceRun:
         """Let a peer's process do something later, should it still be there."""
         life = peer.life
         self._queue.at(self._queue.now + seconds, lambda: action(peer) if peer.life == life else None)
+
+
+def more_that_count(policy: Policy) -> str:
+    """Return which options let more contributions count."""
+    if policy.is_asynchronous:
+        return "a larger --max-staleness, near the number of peers"
+    return "a larger --quorum or --grace-seconds"
 
 
 def _digest(number: int) -> str:

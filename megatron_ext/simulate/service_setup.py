@@ -11,7 +11,7 @@ from megatron_ext.outer.codecs.all_codecs import build_codec
 from megatron_ext.phrases import plural
 from megatron_ext.simulate.event_limits import longer_than_run, too_many
 from megatron_ext.simulate.job_run import SimulatedRun
-from megatron_ext.simulate.service_run import ServiceLoad, ServiceRun
+from megatron_ext.simulate.service_run import ServiceLoad, ServiceRun, more_that_count
 from megatron_ext.simulate.simulated_peers import SimulatedPeers, SimulatedServer
 from megatron_ext.simulate.step_timer import StepTimer
 from megatron_ext.simulate.training_work import SimulatedTraining
@@ -117,6 +117,15 @@ class ServiceSetup:
     def step_seconds(self) -> float:
         """Of a peer of average speed."""
         return self.training.seconds(self.parameters, self.peers.peer_gpus)
+
+    def advice(self, found: SimulatedRun) -> list[str]:
+        """Return what should be changed, in one sentence, where most contributions of a run are for nothing."""
+        if found.too_late is None or found.too_late <= 0.5:
+            return []
+        return [
+            f"{found.too_late:.0%} of the contributions come too late to count, and what their peers trained is lost: "
+            f"give {more_that_count(self.run_config.policy)}"
+        ]
 
     def run(self) -> SimulatedRun:
         """Return what becomes of the run."""

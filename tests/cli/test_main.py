@@ -56,8 +56,9 @@ def test_every_command_refuses_an_unknown_option_in_one_line_under_its_own_name(
     ("words", "said"),
     [
         ("simulate local-sgd --bandwidth", "local-sgd: error: argument --bandwidth: expected one argument; see"),
-        ("simulate local-sgd --steps 1e4", "argument --steps: invalid int value: '1e4'"),
-        ("simulate local-sgd --steps -1e9", "argument --steps: invalid int value: '-1e9'"),
+        ("simulate local-sgd --steps 1.5", "argument --steps: invalid int value: '1.5'"),
+        ("simulate local-sgd --steps -1e-9", "argument --steps: invalid int value: '-1e-9'"),
+        ("simulate local-sgd --steps inf", "argument --steps: invalid int value: 'inf'"),
         ("simulate local-sgd --tflops -1e9 --steps x", "argument --steps: invalid int value: 'x'"),
         ("hot-switch plan --algorithm best", "argument --algorithm: invalid choice: 'best' (choose from "),
         ("data", "megatron-ext data: error: the following arguments are required: "),

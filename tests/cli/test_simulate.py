@@ -54,14 +54,52 @@ def test_a_sweep_is_written_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*LLAMA, *words, "--csv", str(table), "--png", str(picture)]) == 0
     with table.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
-    assert [(row["bandwidth"], row["local-sgd-codec"]) for row in rows[::2]] == [
-        (bandwidth, codec) for bandwidth in ("1", "10", "100") for codec in ("bf16", "int4")
+    # Synchronous training has no codec, and is there once.
+    assert [(row["bandwidth"], row["local-sgd-codec"]) for row in rows] == [
+        (bandwidth, codec) for bandwidth in ("1", "10", "100") for codec in ("", "bf16", "int4")
     ]
     of_ours = [float(row["utilisation"]) for row in rows if row["method"] == "local SGD"]
     assert of_ours[0] < of_ours[1] < of_ours[3] and of_ours[0] < of_ours[2] < of_ours[4]
     assert of_ours[2] == pytest.approx(0.969, abs=1e-3)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.count("local SGD") == 6
+
+
+def test_a_way_to_train_that_lacks_an_option_is_one_line_along_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    drawn = tmp_path / "sweep.svg"
+    assert main([*LLAMA, "--sweep", "local-sgd-sync-interval=10,100", "--json", "--png", str(drawn)]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    found = [(row["method"], row["local-sgd-sync-interval"]) for row in rows]
+    assert found == [("synchronous", None), ("local SGD", "10"), ("local SGD", "100")]
+    # What changes nothing at all is told for every value.
+    assert main([*LLAMA, "--sweep", "seed=1,2", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 4
+
+
+def test_the_axis_of_a_sweep_names_the_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    drawn: list[str] = []
+    monkeypatch.setattr("megatron_ext.simulate.sweep.draw_sweep", lambda *inputs: drawn.append(inputs[-1]))
+    assert main([*LLAMA, "--sweep", "bandwidth=1,2", "--png", str(tmp_path / "a.png")]) == 0
+    assert drawn == ["Gbit/s from one worker to the others, all of its links together"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["local-sgd"], "--workers, --bandwidth, --model or --num-layers or --parameters, --step-seconds or --tflops"),
+        (["local-sgd", "--workers", "2", "--sweep", "bandwidth=1,2", "--parameters", "1e9", "--tflops", "1"], None),
+        (["local-sgd", "--model", "llama-7b", "--sweep", "bandwidth=1,2"], "--workers, --step-seconds or --tflops"),
+        (["sync-service", "--peers", "2", "--parameters", "1e9", "--tflops", "1", "--bandwidth", "1"], "--server-band"),
+        (["hot-switch", "--model", "llama-7b"], "--hot-switch-strategies or --hot-switch-strategy-file, --lengths or"),
+    ],
+)
+def test_all_that_is_missing_is_named_in_one_line(
+    words: list[str], said: str | None, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["simulate", *words]) == 2
+    error = capsys.readouterr().err
+    assert (f"simulate: these options are missing: {said}" in error) if said else "options are missing" not in error
+    assert error.count("\n") == 1
 
 
 SERVICE = ["simulate", "sync-service", "--peers", "4", "--bandwidth", "1", "--server-bandwidth", "10", "--reduction"]
@@ -174,6 +212,36 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--spes-num-train-experts-per-node", "2"], "-node is of experts that owners train, which are not simulated"),
+        (["--merge-alpha-start", "0.05"], "--merge-alpha-start is of experts that owners train, which are not"),
+        (["--shards", "a:1", "b:1"], "--shards is of a run at several servers, which are not simulated; drop it, or"),
+        (["--sync-steps", "5"], "--sync-steps is --sync-service-interval here; give that"),
+        (["--density=0.5"], "--density, of a run at the server, decides over no time and no byte that are simulated"),
+        (["--qourum", "3"], "did you mean --quorum?"),
+    ],
+)
+def test_options_of_a_run_at_a_server_are_refused_with_the_reason(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main([*SERVICE, *words])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_whole_numbers_are_also_written_as_1e4(capsys: pytest.CaptureFixture[str]):
+    words = ["--steps", "1e4", "--local-sgd-sync-interval", "1e2", "--json"]
+    assert main([*LLAMA, *words]) == 0
+    assert json.loads(capsys.readouterr().out)["local SGD"]["worker_steps"] == 40_000
+    with pytest.raises(SystemExit):
+        main([*LLAMA, "--steps", "1.5"])
+    assert "argument --steps: invalid int value: '1.5'" in capsys.readouterr().err
 
 
 BY_TIME = [*JOB, "--parameters", "1e9", "--local-sgd-use-async", "--steps", "30"]

@@ -172,6 +172,23 @@ def test_lengths_of_which_nothing_can_be_predicted_are_named(
     assert "--lengths has no document of two or more tokens" in capsys.readouterr().err
 
 
+def test_documents_beyond_the_context_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lengths"
+    longest = max(int(bound) for bound in COMMAND[COMMAND.index("--hot-switch-bucket-sizes") + 1 :][:2])
+    file.write_text(f"{longest + 2}\n{longest + 1}\n50\n50\n")
+    assert main([*COMMAND, "--lengths", str(file)]) == 0
+    said = f"; 25.00% of the documents are longer than the context of {longest} and become several sequences\n"
+    assert said in capsys.readouterr().out
+    file.write_text(f"{longest + 1}\n50\n50\n50\n")
+    assert main([*COMMAND, "--lengths", str(file)]) == 0
+    assert "longer than the context" not in capsys.readouterr().out
+
+
+def test_lengths_are_not_read_where_the_mean_is_given_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMMAND, "--lengths", "nowhere", "--mean-length", "100"]) == 2
+    assert "give either --lengths or --mean-length" in capsys.readouterr().err
+
+
 def test_missing_bounds_are_asked_for(lengths: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["simulate", "hot-switch", *MODEL, *lengths, "--hot-switch-strategies", "1,8,1", "8,1,1"]) == 2
     assert "bucket sizes are missing" in capsys.readouterr().err

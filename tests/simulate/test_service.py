@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from megatron_ext.errors import UserError
 from megatron_ext.simulate.model_units import equal_layers
 from megatron_ext.simulate.service_setup import ServiceSetup
 from megatron_ext.simulate.simulated_peers import SimulatedPeers, SimulatedServer
@@ -92,6 +93,26 @@ def test_asynchronous_peers_wait_for_nobody():
     assert run.worker_steps / run.seconds > 1.2 * together.worker_steps / together.seconds
     stale = setup_of(peers=slow, server={"rounds": "asynchronous", "max_staleness": 1}).run()
     assert stale.time["lost"] > run.time["lost"]
+    assert run.too_late == 0
+    made = 40 / (1 - stale.too_late)
+    assert made == pytest.approx(round(made)) and made > 40
+    # Each was an interval of 100 s or more, of one of four peers.
+    assert stale.time["lost"] >= 100 * (made - 40) / 4
+
+
+def test_a_run_whose_contributions_come_too_late_says_what_to_change_and_ends(monkeypatch):
+    of_eight = {"peers": 8, "jitter": 0.1}
+    setup = setup_of(peers=of_eight, server={"rounds": "asynchronous", "max_staleness": 1})
+    run = setup.run()
+    assert run.too_late > 0.5
+    (said,) = setup.advice(run)
+    assert said.startswith(f"{run.too_late:.0%} of the contributions come too late") and "--max-staleness" in said
+    # With room for what the others contribute meanwhile all count, and nothing is said.
+    roomy = setup_of(peers=of_eight, server={"rounds": "asynchronous", "max_staleness": 14})
+    assert roomy.advice(roomy.run()) == []
+    monkeypatch.setattr("megatron_ext.simulate.service_run.MOST_EVENTS", 100)
+    with pytest.raises(UserError, match=r"more than 100 contributions, of which [0-9]+% come too late to count; give"):
+        setup.run()
 
 
 def test_rounds_by_time_let_slow_peers_make_fewer_steps():

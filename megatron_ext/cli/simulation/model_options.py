@@ -10,7 +10,13 @@ from megatron_ext.cli.shape_options import MOST_EXPERTS, read_shape, shape_flags
 from megatron_ext.errors import UserError
 from megatron_ext.phrases import short_number
 
-__all__ = ["add_parameters_option", "units_from"]
+__all__ = ["MODEL", "STEP", "add_parameters_option", "units_from"]
+
+MODEL = ("--model", "--num-layers", "--parameters")
+"""Flags with one of which the model's description begins."""
+
+STEP = ("--step-seconds", "--tflops")
+"""Flags that say how long its step takes."""
 
 
 def add_parameters_option(parser: argparse.ArgumentParser) -> None:

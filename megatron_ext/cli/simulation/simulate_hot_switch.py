@@ -96,7 +96,8 @@ def add_hot_switch(actions: Any) -> None:
     add_fields(data, SimulatedDocuments)
     add_shape_options(parser)
     add_topk_option(parser)
-    add_output_options(parser, _simulate)
+    listed = ("--hot-switch-strategies", "--hot-switch-strategy-file")
+    add_output_options(parser, _simulate, (listed, ("--lengths", "--mean-length"), ("--model", "--num-layers")))
 
 
 def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SwitchingRun]]:
@@ -107,6 +108,9 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SwitchingR
     from megatron_ext.simulate.hot_switching.switching_setup import HOT, SwitchingSetup
 
     refused = _flags().problems(options)
+    data, measured = from_options(SimulatedDocuments, options), options.lengths is not None
+    # Before files are read.
+    refused += data.problems(measured=measured)
     shape = read_shape(options)
     if refused or (refused := topk_problems(options.moe_router_topk, shape)):
         raise combine(refused, "simulate")
@@ -125,7 +129,7 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SwitchingR
         shape=shape,
         strategies=listed,
         cluster=from_options(SimulatedCluster, options),
-        data=from_options(SimulatedDocuments, options),
+        data=data,
         documents=None if options.lengths is None else read_lengths(options.lengths),
         gpus_per_node=options.hot_switch_gpus_per_node,
         kernels=options.hot_switch_attention,
@@ -134,10 +138,13 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SwitchingR
     )
     setup.check()
     runs = setup.runs()
-    whose = options.lengths or f"assumed: log-normal, {setup.data.mean_length:g} in the mean"
+    whose = options.lengths or f"assumed: log-normal, {data.mean_length:g} in the mean"
+    context, cut = listed.buckets[0].up_to, setup.beyond_context
+    beyond = f"; {cut:.2%} of the documents are longer than the context of {context} and become several sequences"
     return (
         f"{plural(listed.home.world_size, 'GPU')} with {setup.cluster.memory_gib:g} GiB, "
-        f"{plural(setup.data.steps, 'step')} of {plural(setup.data.global_batch_size, 'sequence')}, lengths {whose}\n"
+        f"{plural(setup.data.steps, 'step')} of {plural(setup.data.global_batch_size, 'sequence')}, lengths {whose}"
+        f"{beyond if cut else ''}\n"
         f"times are modelled, not measured: hot switching is {_gains(HOT, runs)}",
         runs,
     )

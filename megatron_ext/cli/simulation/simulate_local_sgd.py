@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.dataclass_options import add_fields, from_options
 from megatron_ext.cli.shape_options import add_shape_options
-from megatron_ext.cli.simulation.model_options import add_parameters_option, units_from
+from megatron_ext.cli.simulation.model_options import MODEL, STEP, add_parameters_option, units_from
 from megatron_ext.cli.simulation.simulated_flags import ProductFlags
 from megatron_ext.cli.simulation.simulation_output import add_output_options
 from megatron_ext.errors import combine
@@ -73,7 +73,7 @@ def add_local_sgd(actions: Any) -> None:
     _flags().add(parser, "local SGD, as for a run")
     add_shape_options(parser)
     add_parameters_option(parser)
-    add_output_options(parser, _simulate)
+    add_output_options(parser, _simulate, (("--workers",), ("--bandwidth",), MODEL, STEP))
 
 
 def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedRun]]:

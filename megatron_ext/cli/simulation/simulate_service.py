@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.dataclass_options import add_fields, from_options
 from megatron_ext.cli.shape_options import add_shape_options
-from megatron_ext.cli.simulation.model_options import add_parameters_option, units_from
-from megatron_ext.cli.simulation.simulated_flags import ProductFlags
+from megatron_ext.cli.simulation.model_options import MODEL, STEP, add_parameters_option, units_from
+from megatron_ext.cli.simulation.service_options import peer_flags, why_refused
 from megatron_ext.cli.simulation.simulation_output import add_output_options
 from megatron_ext.errors import UserError, combine
 from megatron_ext.extras import pip_install_extra
@@ -26,28 +26,6 @@ _DESCRIPTION = """\
 Simulate peers that meet at a sync service, event by event. When a round closes, whose contribution counts and
 where a peer resumes is decided by the server's own state machine; docs/simulate.md says what is modelled.
 """
-
-_SIMULATED = frozenset(
-    ("sync_service_interval", "sync_service_interval_seconds", "sync_service_delay", "sync_service_codec")
-)
-
-_REASONS = {
-    "sync_service": "is where a run's server is, and a simulation has one of its own; drop it",
-    "sync_service_peers": "is --peers here; give that",
-    "sync_service_run": "names a run at a server, and a simulation has one alone; drop it",
-    "sync_service_peer": "names one peer, and a simulation has all; drop it",
-    "sync_service_index": "is of one peer, and a simulation has all; drop it",
-    "sync_service_streams": "decides how much of a link is reached; give what is reached as --bandwidth",
-    "sync_service_round_seconds": "ends a peer that waits, which no simulated one does; drop it",
-    "sync_service_patience_seconds": "is for a server that is away, which the simulated one never is; drop it",
-}
-
-
-def _flags() -> ProductFlags:
-    from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
-
-    return ProductFlags((SyncServiceConfig,), _SIMULATED, _REASONS)
-
 
 def add_sync_service(actions: Any) -> None:
     """Add the kind to the simulate subcommand."""
@@ -64,10 +42,12 @@ def add_sync_service(actions: Any) -> None:
     add_fields(parser.add_argument_group("peers, links, failures"), SimulatedPeers)
     add_fields(parser.add_argument_group("server"), SimulatedServer)
     add_fields(parser.add_argument_group("training"), SimulatedTraining)
-    _flags().add(parser, "rounds, as for a peer")
+    peer_flags().add(parser, "rounds, as for a peer")
     add_shape_options(parser)
     add_parameters_option(parser)
-    add_output_options(parser, _simulate)
+    needed = (("--peers",), ("--bandwidth",), ("--server-bandwidth",), ("--reduction",), MODEL, STEP)
+    add_output_options(parser, _simulate, needed)
+    parser.set_defaults(of_unknown=why_refused)
 
 
 def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedRun]]:
@@ -78,7 +58,7 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedR
     from megatron_ext.simulate.training_work import SimulatedTraining
     from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
 
-    flags = _flags()
+    flags = peer_flags()
     refused = flags.problems(options)
     if refused:
         raise combine(refused, "simulate")
@@ -98,9 +78,10 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SimulatedR
         ),
     )
     setup.check()
+    run = setup.run()
     said = (
         f"{plural(peers.peers, 'peer')} with {plural(peers.peer_gpus, 'GPU')} each, "
         f"{setup.parameters / 1e9:.2f} billion parameters, "
         f"{plural(setup.training.steps, 'step')} of {setup.step_seconds:.4g} s"
     )
-    return said, {"sync service": setup.run()}
+    return "\n".join([said, *setup.advice(run)]), {"sync service": run}

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from typing import Any, get_args, get_type_hints
 
-from megatron_ext.cli.dataclass_options import METAVARS, field_docstrings
+from megatron_ext.cli.dataclass_options import METAVARS, field_docstrings, whole_number
 from megatron_ext.config_options import choices_of, flag_of
 
-__all__ = ["ProductFlags"]
+__all__ = ["DECIDES_NOTHING", "ProductFlags"]
 
-_NOTHING = "decides over no time and no byte that are simulated; drop it"
+DECIDES_NOTHING = "decides over no time and no byte that are simulated; drop it"
+"""Said of an option of a run, as it follows its name."""
 
 
 class ProductFlags:
@@ -55,7 +56,7 @@ class ProductFlags:
                 group.add_argument(
                     flag_of(entry),
                     dest=_place(entry),
-                    type=of_type,
+                    type=whole_number if of_type is int else of_type,
                     choices=choices,
                     metavar=None if choices else METAVARS[of_type],
                     default=entry.default,
@@ -75,7 +76,7 @@ class ProductFlags:
             options: that were parsed.
         """
         return [
-            f"{flag_of(entry)} {self._reasons.get(entry.name, _NOTHING)}"
+            f"{flag_of(entry)} {self._reasons.get(entry.name, DECIDES_NOTHING)}"
             for entry in self._refused()
             if getattr(options, _place(entry)) is not None
         ]

@@ -7,7 +7,7 @@ import argparse
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,12 +38,23 @@ class ShownRun(Protocol):
         """Return the figures under their names."""
 
 
+_BASELINE = "synchronous"
+"""The way to train that has none of the options of the others."""
+
 Simulate = Callable[[argparse.Namespace], tuple[str, Mapping[str, ShownRun]]]
 """Returns what was simulated, in a line, and the runs by the name of the way to train."""
 
 
-def add_output_options(parser: argparse.ArgumentParser, simulate: Simulate) -> None:
-    """Add the options, and make the parser's function."""
+def add_output_options(
+    parser: argparse.ArgumentParser, simulate: Simulate, needed: Sequence[Sequence[str]]
+) -> None:
+    """Add the options, and make the parser's function.
+
+    Args:
+        parser: with the simulation's options.
+        simulate: one.
+        needed: flags of which a simulation needs one each.
+    """
     group = parser.add_argument_group("output")
     group.add_argument("--json", action="store_true", help="print the results as JSON")
     group.add_argument(
@@ -56,15 +67,18 @@ def add_output_options(parser: argparse.ArgumentParser, simulate: Simulate) -> N
     )
     group.add_argument("--csv", type=Path, metavar="FILE", help="write a sweep's results")
     group.add_argument("--png", type=Path, metavar="FILE", help="draw a sweep's utilisation (needs matplotlib)")
-    parser.set_defaults(func=lambda options: show(parser, options, simulate))
+    parser.set_defaults(func=lambda options: show(parser, options, simulate, needed))
 
 
-def show(parser: argparse.ArgumentParser, options: argparse.Namespace, simulate: Simulate) -> int:
+def show(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, simulate: Simulate, needed: Sequence[Sequence[str]]
+) -> int:
     """Simulate and print.
 
     Raises:
         UserError: a setting cannot be.
     """
+    _check_needed(parser, options, needed)
     if options.sweep:
         return _sweep(parser, options, simulate)
     for flag, file in (("--csv", options.csv), ("--png", options.png)):
@@ -79,8 +93,26 @@ def show(parser: argparse.ArgumentParser, options: argparse.Namespace, simulate:
     return 0
 
 
+def _check_needed(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, needed: Sequence[Sequence[str]]
+) -> None:
+    """Say all that is missing in one line. Where it is one option alone, the simulation says what it may be.
+
+    Raises:
+        UserError: several are.
+    """
+    swept = {"--" + text.partition("=")[0].removeprefix("--") for text in options.sweep}
+    missing = [
+        " or ".join(flags)
+        for flags in needed
+        if not any(flag in swept or getattr(options, parser._option_string_actions[flag].dest) for flag in flags)
+    ]
+    if len(missing) > 1:
+        raise UserError(f"simulate: these options are missing: {', '.join(missing)}")
+
+
 def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulate: Simulate) -> int:
-    from megatron_ext.simulate.sweep import combinations_of, draw_sweep, read_sweep, write_csv
+    from megatron_ext.simulate.sweep import combinations_of, draw_sweep, read_sweep, with_baseline_once, write_csv
 
     sweeps = [read_sweep(text) for text in options.sweep]
     for name, times in Counter(sweep.flag.removeprefix("--") for sweep in sweeps).items():
@@ -105,10 +137,12 @@ def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulat
             # The option of a server is called as the result is: 'rounds'.
             found = {f"{name}_of_run" if name in swept else name: value for name, value in found.items()}
             rows.append({**swept, "method": method, **found, **causes})
+    rows = with_baseline_once(rows, sweeps, _BASELINE)
     if options.csv is not None:
         write_csv(rows, options.csv)
     if options.png is not None:
-        draw_sweep(rows, sweeps, options.png)
+        told = (parser._option_string_actions[sweeps[0].flag].help or "").replace("%%", "%")
+        draw_sweep(rows, sweeps, options.png, told.partition(" (default")[0].partition(". ")[0])
     if options.json:
         print(json.dumps(rows, indent=2))
         return 0

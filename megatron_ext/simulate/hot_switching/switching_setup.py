@@ -155,12 +155,21 @@ class SwitchingSetup:
         )
         return StepTimes(times=times, attention="documents" if self.kernels == "documents" else "rows")
 
+    @property
+    def beyond_context(self) -> float:
+        """Part of the documents that are longer than the longest sequence, and become several."""
+        return float((self._lengths - 1 > self.strategies.buckets[0].up_to).mean())
+
+    @property
+    def _lengths(self) -> npt.NDArray[np.int64]:
+        """Tokens of every document."""
+        if self.documents is not None:
+            return self.documents
+        return log_normal_lengths(self.data.mean_length, self.data.length_spread)
+
     def _batches(self) -> list[list[int]]:
         """Return the positions of every sequence of every step, in the order in which a run reads them."""
-        documents = self.documents
-        if documents is None:
-            documents = log_normal_lengths(self.data.mean_length, self.data.length_spread)
-        order = SequenceOrder(documents, longest=self.strategies.buckets[0].up_to, seed=self.data.seed)
+        order = SequenceOrder(self._lengths, longest=self.strategies.buckets[0].up_to, seed=self.data.seed)
         size = self.data.global_batch_size
         return [order.positions(step * size, size).tolist() for step in range(self.data.steps)]
 
