@@ -22,6 +22,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.command_line import EachOnce, benchmark_parser, folder_for_output, one_of
 from benchmarks.common import machine_and_versions, print_table
@@ -133,7 +134,7 @@ def make(command: Command, folder: Path) -> Run:
         found = read_json(report)
         if not isinstance(found, dict) or set(found) != {"machine", "versions", "cases"}:
             raise DamagedError(f"{report}: a report has exactly machine, versions and cases")
-    content = {
+    content: dict[str, Any] = {
         "name": command.name,
         "line": command.line,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),

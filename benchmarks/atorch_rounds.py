@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +21,7 @@ PLAIN, PENALTY = "plain", "penalty"
 ATORCH, OURS = "atorch", "ours"
 
 # What is switched on with the penalty; both sides' configurations have these names.
-GUARDS = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
+GUARDS: dict[str, Any] = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
 
 Parameters = list[tuple[str, "torch.nn.Parameter"]]
 Round = Callable[[], object]

@@ -70,7 +70,7 @@ def bare_turns(
     from benchmarks.bare_sockets import SocketClient
     from benchmarks.bare_stream import BareClient
 
-    kinds = {GRPC: BareClient, SOCKETS: SocketClient}
+    kinds: dict[str, Callable[[str, int], BareClient | SocketClient]] = {GRPC: BareClient, SOCKETS: SocketClient}
     clients = {kind: kinds[kind](server.address, streams) for kind, server in servers.items()}
 
     def turn() -> None:

@@ -243,7 +243,11 @@ def compare_row(row: Row) -> list[tuple[float, int]]:
         return known[gbits]
 
     for level, published in zip(REACHED, row.published, strict=True):
-        place = least(lambda gbits, level=level: at(gbits) >= level - 1e-9)
+
+        def reaches(gbits: float, level: float = level) -> bool:
+            return at(gbits) >= level - 1e-9
+
+        place = least(reaches)
         found.append((GRID[place] if place < len(GRID) else math.inf, place - place_of(published)))
     return found
 

@@ -31,6 +31,7 @@ from megatron_ext.hot_switch import PRESETS, StrategyList, read_strategies
 from megatron_ext.hot_switch.cost_model.suggest import Suggester
 from megatron_ext.hot_switch.data.lengths import typical_batch
 from megatron_ext.params import GptShape
+from megatron_ext.simulate.hot_switching.choices import Kernels
 from megatron_ext.simulate.hot_switching.document_lengths import SimulatedDocuments, log_normal_lengths
 from megatron_ext.simulate.hot_switching.gpu_cluster import GIB, SimulatedCluster
 from megatron_ext.simulate.hot_switching.switching_setup import (
@@ -39,7 +40,6 @@ from megatron_ext.simulate.hot_switching.switching_setup import (
     HOME,
     HOT,
     DoesNotFit,
-    Kernels,
     SwitchingSetup,
 )
 

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.command_line import add_report_option, add_seeds_option, benchmark_parser, folder_for_output
 from benchmarks.common import Case, report
@@ -61,7 +62,7 @@ def _inner(rate: float) -> Options:
 
 def _rounds(workers: int, **options: object) -> Options:
     """Return the options of training in rounds; those that are given come last."""
-    found: dict[str, object] = {
+    found: dict[str, Any] = {
         **_inner(INNER_RATE),
         "use_local_sgd": True,
         "local_sgd_workers": workers,

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started by its path, a script knows only its folder
 
@@ -39,7 +40,7 @@ LEAST_STEP_MS = 0.1
 """A shorter pause takes less than what is between two of them."""
 SAMPLES = 8
 """Of one step of one worker."""
-GUARD = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
+GUARD: dict[str, Any] = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,13 +155,13 @@ def _train(method: str, plan: Plan) -> Outcome:
     rank = dist.get_rank()
     pause = plan.step_seconds * (plan.slow_by if rank == WORKERS - 1 else 1)
     value, gradient = torch.zeros(plan.numel), torch.zeros(plan.numel)
-    rounds = {"edit": {"local_sgd_sync_interval": plan.interval}, "a_edit": {}}
+    rounds: dict[str, dict[str, Any]] = {"edit": {"local_sgd_sync_interval": plan.interval}, "a_edit": {}}
     if method == "a_edit":
         # The fast workers' time of EDiT's interval.
         window = plan.interval * plan.step_seconds
         rounds["a_edit"] = {"use_async": True, "local_sgd_sync_time": window, "min_total_global_steps": 1}
     total = int(plan.seconds / plan.step_seconds * (WORKERS - 1 + 1 / plan.slow_by))
-    averager = None
+    averager: Any = None
     if method != "synchronous":
         averager = OuterOptimPeriodicModelAverager(
             local_sgd_config=LocalSGDConfig(**rounds[method], **GUARD),

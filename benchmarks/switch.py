@@ -49,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         parser().error(f"--layers, --hidden, --vocab: {error}")
     print(f"{numel(setting) / 1e6:.1f} M parameters in bf16, {RANKS} processes, {options.pairs} pairs\n")
-    cases, rows = [], []
+    cases: list[Case] = []
+    rows: list[tuple[str, ...]] = []
     for name, (source, target) in SWITCHES.items():
         sides, largest = _measure(name, setting)
         switch = f"{_text(source)} > {_text(target)}", f"{largest / 2**20:.1f}"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 from tests.hot_switch.runs import arguments
@@ -31,7 +32,7 @@ def bytes_beside_the_plans() -> int:
     sent, planned, switches = (sum(each[name] for each in seen) for name in ("sent", "planned", "switches"))
     if not (sent and switches):
         raise RuntimeError("the switches of the training run sent nothing")
-    return sent - planned
+    return int(sent - planned)
 
 
 def counted(model: Any, optimizer: Any, args: Any) -> dict[str, int]:
@@ -65,14 +66,16 @@ def count_sends() -> None:
 
     @functools.wraps(send)
     def sent(self: Any) -> None:
-        dist.batch_isend_irecv = counting
-        try:
+        with mock.patch.object(dist, "batch_isend_irecv", counting):
             send(self)
-        finally:
-            dist.batch_isend_irecv = exchange
 
     def counting(operations: Sequence[Any]) -> Any:
         _seen["sent"] += sum(each.tensor.nbytes for each in operations if each.op is dist.isend)
-        return exchange(operations)
+        return exchange(list(operations))
 
-    SwitchExecutor.__init__, SwitchExecutor.begin, Arriving._send = made, begun, sent
+    for owner, name, counts in (
+        (SwitchExecutor, "__init__", made),
+        (SwitchExecutor, "begin", begun),
+        (Arriving, "_send", sent),
+    ):
+        setattr(owner, name, counts)

@@ -13,7 +13,7 @@ import argparse
 import functools
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Each way to and from each peer: parts, the gaps between them, and messages.
     require_memory(parser(), "--total-bytes", RANKS * (RANKS - 1) * 2 * 3 * options.total_bytes)
     by_rank = run_ranks(rank_seconds, RANKS, options.total_bytes, options.chunk_bytes, options.pairs, timeout=900)
-    rows, faster = [], []
+    rows: list[tuple[str, ...]] = []
+    faster: list[int] = []
     for number, size in enumerate(SIZES):
         sides = slowest([measured[number] for measured in by_rank])
         ratio = statistics.median(own / packed for own, packed in zip(sides["own"], sides["packed"], strict=True))
@@ -59,7 +60,7 @@ def rank_seconds(total_bytes: int, chunk_bytes: int, pairs: int) -> list[dict[st
     measured = []
     for size in SIZES:
         outgoing, incoming = _Parts(rank, size, total_bytes, chunk_bytes), _Parts(rank, size, total_bytes, chunk_bytes)
-        sides = {
+        sides: dict[str, Callable[[], object]] = {
             "own": functools.partial(_exchange, incoming.parts, outgoing.parts),
             "packed": functools.partial(_exchange_packed, incoming, outgoing),
         }

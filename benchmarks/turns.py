@@ -49,7 +49,7 @@ class Turns:
     """One process's view of the turns, and the time that its blocks took."""
 
     def __init__(self, place: Place) -> None:
-        from torch.distributed import TCPStore
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch exports it without saying so
 
         self._place = place
         self._store = TCPStore("127.0.0.1", place.port, is_master=False, timeout=_PATIENCE)

@@ -32,7 +32,10 @@ FIGURES = Path(__file__).resolve().parents[2] / "docs" / "figures.json"
 MACHINE = ("cpu", "cores", "memory_gib")
 """By which two machines are told apart."""
 
-_CASE = {"case": str, "value": (int, float), "unit": str, "goal": (int, float, type(None)), "direction": str}
+_CASE: dict[str, Any] = {
+    **{"case": str, "value": (int, float), "unit": str},
+    **{"goal": (int, float, type(None)), "direction": str},
+}
 
 
 class DamagedError(Exception):

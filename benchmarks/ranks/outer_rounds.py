@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +115,7 @@ def rank_timings(setting: Setting) -> Measured:
     alone = [dist.new_group([member]) for member in range(world)][rank]
     torch.manual_seed(0)
     values = [torch.randn(shape).mul_(0.02) for shape in setting.shapes]
-    penalty = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
+    penalty: dict[str, Any] = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
     units = units_of(setting.shapes)
     engine = LocalSGD(
         [

@@ -183,7 +183,7 @@ class SpesStudy(Study):
             "global_batch_size": sequences,
             "eval_iters": VALIDATION_SEQUENCES // sequences,
         }
-        where: Options = {}
+        where: dict[str, Any] = {}
         if together > 1:
             by_count = not {"using_dilico", "spes_expert_owners"} & run.method.options.keys()
             where = {
