@@ -11,9 +11,9 @@ import pytest
 from tests.local_sgd.runs import GUARD, arguments, model_digests, same_state, worker_slices
 from tests.support.presets import GROUPED, HYBRID, LAYOUTS
 from tests.support.pretrain import run_pretrain
-from tests.support.transformer_engine import accept_transformer_engine
+from tests.support.transformer_engine import NEEDS_HYBRID_MODELS, accept_transformer_engine
 
-pytestmark = pytest.mark.usefixtures("double_of_transformer_engine")
+pytestmark = [pytest.mark.usefixtures("double_of_transformer_engine"), NEEDS_HYBRID_MODELS]
 
 KINDS = {
     "penalty": ("tp2-sp", "bf16-distopt", GUARD),

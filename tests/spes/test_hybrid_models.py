@@ -6,10 +6,10 @@ import pytest
 from tests.spes.owning_peers import trained_by_owners
 from tests.spes.test_feature import expert_of, watch_steps
 from tests.support.presets import GROUPED, HYBRID
-from tests.support.transformer_engine import accept_transformer_engine
+from tests.support.transformer_engine import NEEDS_HYBRID_MODELS, accept_transformer_engine
 from tests.sync_service.service import Zygote
 
-pytestmark = pytest.mark.usefixtures("double_of_transformer_engine")
+pytestmark = [pytest.mark.usefixtures("double_of_transformer_engine"), NEEDS_HYBRID_MODELS]
 
 
 def test_a_peer_trains_its_own_experts_and_all_other_layers(zygote: Zygote, tmp_path):

@@ -4,7 +4,19 @@
 import dataclasses
 from typing import Any
 
-__all__ = ["accept_transformer_engine", "fuse_the_accumulation_of_gradients"]
+import pytest
+from packaging.version import Version
+
+from megatron_ext.patching.gates import installed_version
+
+__all__ = ["NEEDS_HYBRID_MODELS", "accept_transformer_engine", "fuse_the_accumulation_of_gradients"]
+
+_RELEASE = installed_version("megatron-core")
+
+NEEDS_HYBRID_MODELS = pytest.mark.skipif(
+    _RELEASE is None or Version("0.19") > _RELEASE,
+    reason="examples/pretrain_gpt.py builds hybrid models from Megatron 0.19 on",
+)
 
 
 def accept_transformer_engine() -> None:

@@ -4,11 +4,11 @@
 import pytest
 
 from tests.support.presets import GROUPED, HYBRID
-from tests.support.transformer_engine import accept_transformer_engine
+from tests.support.transformer_engine import NEEDS_HYBRID_MODELS, accept_transformer_engine
 from tests.sync_service.jobs import Kind
 from tests.sync_service.megatron.mixed_layouts import ALONE, MakeService, assert_layouts_agree
 
-pytestmark = pytest.mark.usefixtures("double_of_transformer_engine")
+pytestmark = [pytest.mark.usefixtures("double_of_transformer_engine"), NEEDS_HYBRID_MODELS]
 
 CUT: list[Kind] = [ALONE, ("tp2-sp", "fp32", 2), ("pp2", "fp32", 2)]
 MODEL = {
