@@ -86,12 +86,14 @@ def refuse_other_method(saved: dict[str, Any], now: dict[str, Any], where: str, 
         UserError: they differ.
     """
     defaults = method_of(LocalSGDConfig(), OuterOptimizerConfig(), GTAConfig(), StreamingConfig())
-    for flag, value in now.items():
-        before = saved.get(flag, defaults[flag])  # an option that the run which saved did not know of
-        if value != before:
-            raise UserError(
-                f"{where}: {flag} was {_shown(before)} in the run that saved it, and is {_shown(value)} now; {way_out}"
-            )
+    # An option that the run which saved did not know of had its default. One choice may be that of two options.
+    differ = [
+        f"{flag} was {_shown(before)} in the run that saved it, and is {_shown(value)} now"
+        for flag, before, value in ((flag, saved.get(flag, defaults[flag]), value) for flag, value in now.items())
+        if value != before
+    ]
+    if differ:
+        raise UserError(f"{where}: {'; '.join(differ)}; {way_out}")
 
 
 def refuse_other_model(saved: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]], where: str) -> None:

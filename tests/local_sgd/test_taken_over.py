@@ -29,6 +29,31 @@ def test_arguments_of_a_class_stay_except_for_the_learning_rate():
 
 
 @pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        pytest.param(
+            OuterOptimizerConfig(),
+            outer(lr=0.01),
+            "--outer-optimizer was 'sgd' in the run that saved it, and is not given now; --outer-optim-class was not "
+            "given in the run that saved it, and is 'torch.optim.adam.Adam' now; repair it",
+            id="class in place of sgd",
+        ),
+        pytest.param(
+            outer(lr=0.01),
+            OuterOptimizerConfig(outer_optim_class="torch.optim.AdamW", outer_optim_kwargs={"lr": 0.01}),
+            "--outer-optim-class was 'torch.optim.adam.Adam' in the run that saved it, and is "
+            "'torch.optim.adamw.AdamW' now; repair it",
+            id="another class with the same states",
+        ),
+    ],
+)
+def test_another_class_is_named_beside_what_was_in_its_place(before, now, said):
+    with pytest.raises(UserError) as refused:
+        refuse_other_method(method(before), method(now), "there", "repair it")
+    assert str(refused.value) == f"there: {said}"
+
+
+@pytest.mark.parametrize(
     ("fields", "said"),
     [
         ({"density": 0.25}, "--local-sgd-pseudo-grad-density was 0.5 in the run that saved it, and is 0.25 now"),

@@ -106,7 +106,7 @@ OTHERWISE = {
     "reducer": ({"gta": {"reducer": "gta"}}, ": reducer was not given"),
     "outer optimizer": (
         {"outer": {"outer_optim_class": torch.optim.Adam, "outer_optim_kwargs": {"lr": 0.1}}},
-        ": outer_optimizer was 'sgd' in the run that saved it, and is not given now",
+        "; outer_optim_class was not given in the run that saved it, and is 'torch.optim.adam.Adam' now",
     ),
     "fragments": ({"streaming": {"fragments": 2}}, ": fragments was 1 in the run that saved it, and is 2"),
     "clock": ({"use_async": True, "interval": 1}, ": use_async was False in the run that saved it, and is True now"),
