@@ -25,7 +25,7 @@ from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
 from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero, take_steps
-from megatron_ext.seams.optimizer_format import refuse_other_optimizer
+from megatron_ext.seams.optimizer_format import other_schedule, refuse_other_optimizer
 
 __all__ = ["load_patches", "patches", "repairs"]
 
@@ -104,6 +104,13 @@ def load_patches() -> list[Patch]:
             parameters=("sharded_state_dict", "sharded_keys_to_remove"),
             reason="with --dist-ckpt-strictness log_all and the like, what a checkpoint lacks is left out of what is "
             "read; a feature's state is whole or refused",
+        ),
+        Patch(
+            name="checkpoint/schedule",
+            target=f"{_MODULE}:load_checkpoint",
+            wrap=_wrap_load_schedule,
+            reason="a resume with another schedule, as with more iterations, is told what to add in place of an "
+            "assertion's traceback",
         ),
         *repairs(),
     ]
@@ -266,6 +273,20 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return load_base_checkpoint
+
+
+def _wrap_load_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def load_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        except AssertionError as error:
+            refusal = other_schedule(error, str(run_options().load))
+            if refusal is None:
+                raise
+            raise refusal from error
+
+    return load_checkpoint
 
 
 def _require_own_keys(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,15 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether this run's optimizer, in its layout, can read the optimizer state of a checkpoint."""
+"""Whether this run's optimizer, in its layout, and its schedule can take the state of a checkpoint."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import CheckpointRead, LoadContext
 from megatron_ext.legacy_format.legacy_layout import MODEL_ARGUMENTS, OPTIMIZER_ARGUMENTS
 
-__all__ = ["refuse_bound_format", "refuse_other_optimizer", "refuse_states_by_place", "reshardable_problems"]
+__all__ = [
+    "other_schedule",
+    "refuse_bound_format",
+    "refuse_other_optimizer",
+    "refuse_states_by_place",
+    "reshardable_problems",
+]
 
 _BOUND_TO = {
     **MODEL_ARGUMENTS,
@@ -125,6 +132,28 @@ def refuse_states_by_place(context: LoadContext) -> None:
             f"form ({form}) does not tell them apart. Let the job that saves it do so with "
             f"--dist-ckpt-optim-fully-reshardable{more}, or take the weights alone with --no-load-optim"
         )
+
+
+def other_schedule(error: AssertionError, directory: str) -> UserError | None:
+    """Return what to tell the user where Megatron's schedule did not take the state of a checkpoint's; None elsewhere.
+
+    Args:
+        error: that loading the checkpoint raised.
+        directory: the folder that it was loaded from.
+    """
+    said = re.fullmatch(
+        r"OptimizerParamScheduler: class input value (.*) and checkpoint ?value (.*) for (.*) do not match", str(error)
+    )
+    if said is None:
+        return None
+    now, before, name = said.groups()
+    counted = " samples" if "iterations" in name else ""  # what Megatron calls iterations
+    return UserError(
+        f"--load {directory}: {name} of the schedule of learning rate and weight decay: {before}{counted} in the run "
+        f"that saved it, {now}{counted} in this one. Where that is meant, as with more --train-iters or "
+        "--train-samples, add --override-opt_param-scheduler for the schedule that this run's options give, or "
+        "--use-checkpoint-opt_param-scheduler for the one that was saved"
+    )
 
 
 def _form_of(context: LoadContext) -> str | None:

@@ -3,12 +3,13 @@
 
 import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 
-from tests.local_sgd.meetings.test_meeting_runs import by_time
-from tests.local_sgd.runs import arguments, local_run, worker_slices
-from tests.support.pretrain import run_pretrain
+from tests.local_sgd.meetings.test_meeting_runs import by_time, lines
+from tests.local_sgd.runs import arguments, local_run, same_state, worker_slices
+from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 LIMIT = 6000
 """Minutes, more than a session of tests lasts: a rank's time begins where its process' server imported Megatron."""
@@ -73,3 +74,22 @@ def test_a_replay_meets_where_its_record_says_also_when_it_is_told_to_end(tmp_pa
     ended = run_pretrain(run, 2, before=partial(tell_rank, 1, True))
     assert "inner steps: 7 (3 to 4 by worker)" in "".join(rank.stdout for rank in ended)
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_a_run_that_has_ended_is_extended_and_ends_as_one_that_was_longer_from_the_start(tmp_path: Path):
+    # 12 steps of both workers are the samples of 6 iterations, 18 those of 9.
+    options = by_time(tmp_path, [[1, 3], [4, 1], [2, 1], [1, 2], [1, 2]])
+    folder = str(tmp_path / "saved")
+    through = local_run("single", "fp32", workers=2, **options, train_iters=9)
+    first = local_run("single", "fp32", workers=2, **options, train_iters=6, save=folder, save_interval=100)
+    assert re.search(r"iteration +3/.*consumed samples: +24 ", lines(first)[-1])
+    longer = {**options, "train_iters": 9, "load": folder}
+    exits = run_failing_pretrain(arguments("single", "fp32", workers=2, **longer), 2)
+    errors = "".join(rank.stderr for rank in exits)
+    assert "schedule of learning rate and weight decay: 24 samples in the run that saved it, 36 samples in" in errors
+    assert "--override-opt_param-scheduler" in errors
+    assert "Traceback" not in errors
+    extended = local_run("single", "fp32", workers=2, **longer, override_opt_param_scheduler=True)
+    assert [step.iteration for step in extended[0].record.steps] == [4, 5]
+    assert re.search(r"iteration +5/.*consumed samples: +36 ", lines(extended)[-1])
+    assert same_state(extended, through)
