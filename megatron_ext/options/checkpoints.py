@@ -31,9 +31,8 @@ __all__ = ["CHECKPOINTS"]
 
 _REPLACE = tested(f"{BACKENDS}test_cpu_table.py::test_non_persistent_checkpoints_replace_each_other")
 _DUMPS = tested(f"{BACKENDS}test_cpu_table.py::test_dumps_have_every_parameter")
-_EACH_WOULD_DUMP = refused(
-    "every worker would write its own into the same files", "dump in a run without --use-local-sgd"
-)
+_WORKERS_DUMPS = tested(f"{WORKERS}test_dumps.py::test_a_worker_dumps_what_a_job_of_its_own_would")
+_WORKERS_DUMPS_ON_TE = tested(f"{WORKERS}test_dumps.py::test_what_goes_through_layers_is_dumped_by_worker")
 _SKIPPED = tested(
     f"{WORKERS}test_option_bundles.py::test_skipped_iterations_are_no_steps_and_a_resume_keeps_the_bits"
 )
@@ -65,6 +64,10 @@ _READ_IN_LOW_PRECISION = refused(
 _TAKES_NONE = refused(
     "Megatron's other optimizers take their main values from the model, whatever it says",
     "add --use-distributed-optimizer, or drop it",
+)
+_CHANGED_IN_PLACE = refused(
+    "in fp32 Megatron's loss changes in place what its hooks for these gradients have taken, and the first step fails",
+    "add --bf16, or drop it",
 )
 _HOT_DUMPS = tested(f"{STRATEGIES}test_checkpoints.py::test_dumps_have_the_gradients_of_all_strategies")
 _NAME_ALONE = refused("Megatron 0.19 has no such checkpoints, but the name", "use --non-persistent-ckpt-type global")
@@ -184,7 +187,7 @@ CHECKPOINTS = (
         row(
             f"--save-{what}-interval",
             cpu=_DUMPS,
-            local_sgd=_EACH_WOULD_DUMP,
+            local_sgd=_WORKERS_DUMPS,
             hot_switch=_HOT_DUMPS,
             sync_service=PEERS_BUNDLE,
         )
@@ -194,11 +197,20 @@ CHECKPOINTS = (
         row(
             f"--save-{what}-interval",
             cpu=needs_gpu("Megatron looks for the layers of Transformer Engine, and fails where there is none"),
-            local_sgd=_EACH_WOULD_DUMP,
+            local_sgd=_WORKERS_DUMPS_ON_TE,
             hot_switch=ON_GPU_ALONE_HOT,
             sync_service=PEER_ON_A_GPU,
         )
         for what in ("activations", "dgrads", "tokens-per-expert")
+    ),
+    row(
+        "--save-dgrads-interval without --bf16 or --fp16",
+        lambda args: args.save_dgrads_interval is not None and not (args.bf16 or args.fp16),
+        variables=("save_dgrads_interval",),
+        cpu=_CHANGED_IN_PLACE,
+        local_sgd=_CHANGED_IN_PLACE,
+        hot_switch=_CHANGED_IN_PLACE,
+        sync_service=_CHANGED_IN_PLACE,
     ),
     row(
         "--async-save",

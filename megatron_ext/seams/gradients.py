@@ -159,8 +159,8 @@ def _wrap_has_group(original: Callable[..., bool]) -> Callable[..., bool]:
 def reduced_gradients(model: list[Any]) -> Iterator[torch.Tensor]:
     """Yield the 1-D gradient slices that this rank's optimizer reads, one per bucket, after the inner reduction.
 
-    With the distributed optimizer that is this rank's shard of each bucket, else the whole bucket; with FSDP2, which
-    has no buckets, this rank's rows of each gradient.
+    With the distributed optimizer that is this rank's shard of each bucket, else, and where the gradients of this step
+    are dumped, the whole bucket; with FSDP2, which has no buckets, this rank's rows of each gradient.
     """
     from megatron.core.distributed import TorchFullyShardedDataParallel
     from megatron.core.distributed.param_and_grad_buffer import shard_buffer
@@ -172,7 +172,7 @@ def reduced_gradients(model: list[Any]) -> Iterator[torch.Tensor]:
         for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
             for bucket in buffer.buckets:
                 gradient = bucket.grad_data.view(-1)
-                if chunk.ddp_config.use_distributed_optimizer:
+                if chunk.ddp_config.use_distributed_optimizer and not chunk.force_all_reduce:
                     group = buffer.data_parallel_group
                     gradient = shard_buffer(gradient, group.size())[group.rank()]
                 yield gradient

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -34,13 +35,7 @@ from megatron_ext.worker_ending import is_common_end, training_starts
 __all__ = ["chunk_patches", "joined_steps", "length_patches", "loop_patches", "model_patches", "patches"]
 
 _MODULE = "megatron.training.training"
-_DUMPS = (
-    "save_params_interval",
-    "save_activations_interval",
-    "save_tokens_per_expert_interval",
-    "save_wgrads_interval",
-    "save_dgrads_interval",
-)
+_DUMPS = tuple(f"save_{what}_interval" for what in ("params", "activations", "tokens_per_expert", "wgrads", "dgrads"))
 """What is dumped once in an iteration, of its first inner step."""
 
 
@@ -233,7 +228,8 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
         hooks.fire(StepStart(iteration=iteration))
         given["forward_backward_func"] = hooks.forward_backward(given["forward_backward_func"])
         # (losses, skipped, should_checkpoint, should_exit, ...): a step that asks to exit made no update.
-        results = [original(**given)]
+        with _dumping_by_worker():
+            results = [original(**given)]
         while not results[-1][3] and hooks.another_step(len(results)):
             with _without_dumps():
                 results.append(original(**given))
@@ -242,6 +238,20 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return train_step
+
+
+@contextmanager
+def _dumping_by_worker() -> Iterator[None]:
+    """Give each worker a folder of its own for what a step dumps; the step itself saves nothing else.
+
+    Megatron's files are named by the rank inside a model's parallel groups, which every worker has.
+    """
+    options = run_options()
+    if hooks.worker_count(options) == 1 or not options.save:
+        yield
+        return
+    with with_arguments(save=os.path.join(options.save, f"worker_{current_groups().worker}")):
+        yield
 
 
 def _without_dumps() -> AbstractContextManager[None]:

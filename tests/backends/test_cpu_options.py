@@ -47,7 +47,7 @@ REFUSED = [
     "--log-max-attention-logit",
     "--gpu-sniff-test-interval 1",
     "--save-activations-interval 1",
-    "--save-dgrads-interval 1",
+    "--save-dgrads-interval 1 --bf16",
     "--save-tokens-per-expert-interval 1",
     "--sft",
     "--hierarchical-context-parallel-sizes 2 2",

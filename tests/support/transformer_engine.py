@@ -34,6 +34,7 @@ def accept_transformer_engine() -> None:
         "--moe-grouped-gemm",
         "--defer-embedding-wgrad-compute",
         "--hybrid-layer-pattern",
+        *(f"--save-{what}-interval" for what in ("activations", "dgrads", "tokens-per-expert")),
     }
     here = accepted("the double does it")
     table.ROWS = tuple(
