@@ -34,11 +34,28 @@ _GTP = refused("Megatron does not combine it with groups inside the data-paralle
 _ALL_GATHER = refused("its groups are for --use-megatron-fsdp, which needs a GPU", "drop it")
 _NO_GROUPS = refused("Megatron's process groups would never be built")
 _NOTHING_TRAINED = refused("nothing would be trained")
+_UNEQUAL_CHUNKS = refused(
+    "Megatron cuts the layers of a pipeline rank into equal virtual stages, and fails where it builds the model",
+    "give a number of virtual stages that divides the layers of every pipeline rank, or drop it",
+)
 _STAGES = tested(f"{STRATEGIES}test_stages.py::test_stages_of_the_command_line_are_homes")
 
 
 def _splits_sequences(args: Any) -> bool:
     return args.context_parallel_size > 1 and not asks_to_switch(args)
+
+
+def _cuts_layers_unequally(args: Any) -> bool:
+    """Return whether a pipeline rank's layers cannot be cut into the virtual stages that are asked for."""
+    ranks, stages = args.pipeline_model_parallel_size, args.num_virtual_stages_per_pipeline_rank or 1
+    if ranks == 1 or stages == 1 or args.num_layers is None or args.pipeline_model_parallel_layout:
+        return False
+    ends = [args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers]
+    of_ends = [layers for layers in ends if layers is not None]
+    embedding_and_loss = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    # The ranks between ends that were given share what these leave.
+    left, left_ranks = args.num_layers + embedding_and_loss - sum(of_ends), ranks - len(of_ends)
+    return left % (left_ranks * stages or 1) > 0 or any(layers % stages for layers in of_ends)
 
 
 RANK_GROUPS = (
@@ -212,6 +229,14 @@ RANK_GROUPS = (
         hot_switch=_STAGES,
         sync_service=PEERS_BUNDLE,
         flags=("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+    ),
+    row(
+        "--num-virtual-stages-per-pipeline-rank that does not divide the layers of a rank",
+        _cuts_layers_unequally,
+        cpu=_UNEQUAL_CHUNKS,
+        local_sgd=_UNEQUAL_CHUNKS,
+        hot_switch=_UNEQUAL_CHUNKS,
+        sync_service=_UNEQUAL_CHUNKS,
     ),
     row(
         "uneven pipeline stages",

@@ -268,6 +268,9 @@ DOUBTFUL = [
     "--moe-expert-capacity-factor 1",
     "--hierarchical-context-parallel-sizes 2 2",
     "--num-layers-per-virtual-pipeline-stage 1",
+    "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --num-layers 2",
+    "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --num-layers 5"
+    " --decoder-first-pipeline-num-layers 1",
     "--decoder-first-pipeline-num-layers 1",
     "--dataloader-type cyclic",
     "--data-path one another",
@@ -301,6 +304,9 @@ PLAIN = [
     "--ckpt-format torch_dist --dist-ckpt-optim-fully-reshardable",
     "--async-save --use-persistent-ckpt-worker --dist-ckpt-strictness log_all",
     "--tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 2",
+    "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --num-layers 6"
+    " --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 4",
+    "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --num-layers 4",
     "--calculate-per-token-loss --exit-signal-handler",
 ]
 
