@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=16, help="rounds to make (default: 16)")
     parser.add_argument("--screenshot", type=Path, help="file for a picture of the page (PNG)")
     parser.add_argument("--width", type=int, default=1280, help="of the picture, in pixels")
-    parser.add_argument("--height", type=int, default=1290, help="of the picture, in pixels")
+    parser.add_argument("--height", type=int, default=1320, help="of the picture, in pixels")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         run = ["--run", "characters", "--peers", str(len(PEERS)), "--quorum", "3", "--grace-seconds", "20"]
