@@ -64,6 +64,8 @@ class History:
     """Of the values that they ended with."""
     faultless_loss: float = float("nan")
     """Of a run of as many rounds without a fault."""
+    faultless: History | None = None
+    """Of that run, where it was made as this one was: of jobs."""
     seconds: float = 0.0
     """From the first interval to the last."""
 

@@ -34,12 +34,12 @@ _TIMEOUT = 3600.0
 
 
 def run_jobs(settings: Settings, faults: Sequence[Fault], *, seconds: float, folder: Path, zygote: Zygote) -> History:
-    """Make a run as `run_synthetic` does, and one without faults of as many rounds to compare the losses with."""
+    """Make a run as `run_synthetic` does, and one without faults of as many rounds to compare losses and time with."""
     history = _made(settings, faults, seconds, folder, zygote, stop=None)
     if not history.stuck:
         (folder / "faultless").mkdir()
         calm = _made(settings, (), 0.0, folder / "faultless", zygote, stop=history.stop)
-        history.faultless_loss = _loss(calm)
+        history.faultless, history.faultless_loss = calm, _loss(calm)
     history.loss = _loss(history)
     return history
 

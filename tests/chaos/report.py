@@ -11,7 +11,7 @@ from typing import Any
 from tests.chaos.history import History
 from tests.chaos.model import attempts, lost_attempts, violations
 
-__all__ = ["as_table", "figures"]
+__all__ = ["as_table", "figures", "goodput_in_time"]
 
 
 def figures(history: History) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def figures(history: History) -> dict[str, Any]:
         "intervals": begun,
         "intervals_lost": lost,
         "goodput": round(1 - lost / begun, 4) if begun else 0.0,
-        "goodput_in_time": _goodput_in_time(history),
+        "goodput_in_time": goodput_in_time(history),
         "median_recovery_seconds": round(statistics.median(all_recoveries), 2) if all_recoveries else None,
         "loss": history.loss,
         "faultless_loss": history.faultless_loss,
@@ -49,24 +49,42 @@ def figures(history: History) -> dict[str, Any]:
     }
 
 
-def _goodput_in_time(history: History) -> float | None:
+def goodput_in_time(history: History) -> float | None:
     """Return what counted in a second of the run over what counted in one without a fault; None without such seconds.
 
-    A fault lasts here until every peer has counted again. Intervals that wait for a server are not lost, and late.
+    Those are the seconds of the second run, where one without faults was made: jobs take longer to come back than from
+    one fault to the next. Of others they are the run's own in which no fault lasts, until every peer has counted again.
+    Intervals that wait for a server are not lost, and late.
     """
-    faults = [(struck.begun, history.recovered(struck)) for struck in history.struck]
-    commits = sorted(history.commits().values(), key=lambda event: event["seen"])
-    quiet_work, quiet_seconds = 0, 0.0
-    for before, after in pairwise(commits):
-        start, end = before["seen"], after["seen"]
-        if not any(begun < end and recovered > start for begun, recovered in faults):
-            quiet_work += len(after["contributors"])
-            quiet_seconds += end - start
-    work = sum(len(event["contributors"]) for event in commits[1:])
-    seconds = commits[-1]["seen"] - commits[0]["seen"] if commits else 0.0
+    work, seconds = _counted(history)
+    other = history.faultless
+    quiet_work, quiet_seconds = _counted_in_quiet(history) if other is None else _counted(other)
     if not quiet_work or not quiet_seconds or not seconds:
         return None
     return round(work / seconds * quiet_seconds / quiet_work, 4)
+
+
+def _counted(history: History) -> tuple[int, float]:
+    """Return how many contributions counted, and in how many seconds: from the first commit to the last."""
+    commits = _commits(history)
+    seconds = commits[-1]["seen"] - commits[0]["seen"] if commits else 0.0
+    return sum(len(event["contributors"]) for event in commits[1:]), seconds
+
+
+def _counted_in_quiet(history: History) -> tuple[int, float]:
+    """Return the same of the seconds in which no fault lasts."""
+    faults = [(struck.begun, history.recovered(struck)) for struck in history.struck]
+    work, seconds = 0, 0.0
+    for before, after in pairwise(_commits(history)):
+        start, end = before["seen"], after["seen"]
+        if not any(begun < end and recovered > start for begun, recovered in faults):
+            work += len(after["contributors"])
+            seconds += end - start
+    return work, seconds
+
+
+def _commits(history: History) -> list[dict[str, Any]]:
+    return sorted(history.commits().values(), key=lambda event: event["seen"])
 
 
 def as_table(found: dict[str, Any]) -> str:

@@ -217,6 +217,25 @@ def test_without_a_quiet_second_the_goodput_in_time_is_unknown():
     assert "in time unknown" in as_table(figures(found))
 
 
+def test_the_goodput_in_time_of_jobs_is_against_their_second_run_also_where_no_second_is_quiet():
+    found, other = history(), history()
+    found.struck = [replace(found.struck[0], begun=-1.0, ended=3.5)]
+    other.struck = []
+    commit(other, 2)["contributors"] = found.names
+    for event in other.journal:
+        event["seen"] /= 2
+    found.faultless = other
+    # 11 contributions in 4 s, and 12 in 2 s without the fault.
+    assert figures(found)["goodput_in_time"] == round(11 / 4 / (12 / 2), 4)
+    assert "in time 45.8%" in as_table(figures(found))
+
+
+def test_of_jobs_whose_second_run_has_no_round_the_goodput_in_time_is_unknown():
+    found = history()
+    found.faultless = History(settings=found.settings)
+    assert figures(found)["goodput_in_time"] is None
+
+
 def test_a_violation_is_in_the_table():
     found = history()
     found.struck[0] = replace(found.struck[0], begun=4.5, ended=4.6)
