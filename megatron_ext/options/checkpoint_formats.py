@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import (
-    AS_ANY_JOB,
     ASYNC_SAVE,
     BOOKKEEPING,
     CONTINUES,
@@ -102,7 +101,10 @@ CHECKPOINT_FORMATS = (
         cpu=CONVERTED,
         local_sgd=refused("the state of the workers would be lost", "convert in a run without --use-local-sgd"),
         hot_switch=HOT_CONVERTED,
-        sync_service=AS_ANY_JOB,
+        sync_service=tested(
+            f"{PEERS}test_legacy_format.py"
+            "::test_a_killed_peer_resumes_from_a_converted_checkpoint_with_the_same_bits"
+        ),
     ),
     row(
         "--dist-ckpt-optim-fully-reshardable",

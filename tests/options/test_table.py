@@ -74,7 +74,6 @@ def test_the_options_with_which_no_test_has_peers_are_few():
     assert untried <= {
         "--ddp-pad-buckets-for-high-nccl-busbw",  # a toy's padded buckets cannot be saved
         "--sft",
-        "--ckpt-convert-format",
         "--full-validation",
     }
 

@@ -320,6 +320,8 @@ class SyncServiceFeature(Feature, CutsSamples, SavesState):
             checkpoint.assemble(context, self._place(self._peer))
         elif self._ended is not None:
             checkpoint.assemble(context, self._ended)
+        elif self._saved is not None:  # --ckpt-convert-format: Megatron saves what it has loaded, and ends
+            checkpoint.assemble(context, checkpoint.Place.of(self._saved, self._residuals))
 
     def load_state(self, context: LoadContext) -> None:
         """Take over where the peer was, unless the checkpoint is of another run or of weights alone."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A peer whose checkpoints are in Megatron's legacy format (`--ckpt-format torch`)."""
+"""A peer whose checkpoints are in Megatron's legacy format (`--ckpt-format torch`), or are converted to and from it."""
 
 import os
 from collections.abc import Callable
@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.every_run import one_of_each
 from tests.support.presets import Options
-from tests.sync_service.jobs import Kind, die_in_step, failing_job, model_of, run_job, same_bits
+from tests.support.pretrain import run_pretrain
+from tests.sync_service.jobs import Kind, die_in_step, failing_job, job_arguments, model_of, run_job, same_bits
 from tests.sync_service.megatron.test_workers import TWO_WORKERS, WORKERS
 from tests.sync_service.service import Service
 
@@ -34,6 +36,29 @@ def test_a_killed_peer_resumes_with_the_same_bits(
     options = {**options, "sync_service_run": "again", "save": folder, "save_interval": saved_at}
     failing_job(service, "a", kind, before=die_in_step(7), **options)
     resumed = run_job(service, "a", kind, load=folder, **options)
+    assert same_bits(undisturbed, model_of(resumed))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), one_of_each([("torch_dist", "torch"), ("torch", "torch_dist")], {1})
+)
+def test_a_killed_peer_resumes_from_a_converted_checkpoint_with_the_same_bits(
+    make_service: MakeService, tmp_path: Path, before: str, after: str
+):
+    service = make_service({"demo": {"peers": 1}, "again": {"peers": 1}})
+    service.start()
+    kind: Kind = ("dp2", "bf16-distopt", 2)
+    first, second = (os.fspath(tmp_path / name) for name in ("first", "second"))
+    options: Options = {"sync_service_codec": "int4", "ckpt_format": before}
+    undisturbed = model_of(run_job(service, "a", kind, **options))
+    options = {**options, "sync_service_run": "again"}
+    failing_job(service, "a", kind, before=die_in_step(7), save=first, save_interval=5, **options)
+    converting: Options = {**options, "load": first, "ckpt_convert_format": after, "ckpt_convert_save": second}
+    converted = run_pretrain(job_arguments(service, "a", kind, **converting), 2)
+    assert converted[0].losses == [] and f"converted checkpoint: {before} -> {after}" in converted[0].stdout
+    # Megatron names the folder after the format.
+    resumed = run_job(service, "a", kind, **{**options, "ckpt_format": after, "load": f"{second}/{after}"})
+    assert len(resumed[0].record.steps) == 3
     assert same_bits(undisturbed, model_of(resumed))
 
 
