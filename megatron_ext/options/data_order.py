@@ -6,7 +6,6 @@ from __future__ import annotations
 from megatron_ext.options.asked import asks_to_switch
 from megatron_ext.options.common_verdicts import (
     APART,
-    AS_ANY_JOB,
     BACKENDS,
     BARE,
     BUNDLE,
@@ -118,7 +117,16 @@ DATA_ORDER = (
         hot_switch=accepted("the row on --sft has the say"),
         sync_service=PEER_ON_A_GPU,
     ),
-    row("--sft", cpu=_CONVERSATIONS, local_sgd=_WORKERS_SWITCH, hot_switch=_CONVERSATIONS, sync_service=AS_ANY_JOB),
+    row(
+        "--sft",
+        cpu=_CONVERSATIONS,
+        local_sgd=_WORKERS_SWITCH,
+        hot_switch=_CONVERSATIONS,
+        sync_service=tested(
+            f"{PEERS}test_conversations.py"
+            "::test_peers_on_conversations_end_equal_and_one_that_is_killed_resumes_with_the_same_bits"
+        ),
+    ),
     row(
         "--num-workers 0",
         says("num_workers", 0),

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import (
-    AS_ANY_JOB,
     HOT_SAME,
+    PEERS,
     PEERS_BUNDLE,
     RESILIENCY,
     SAME,
@@ -27,6 +27,9 @@ _FAILS = refused(
 _SEQUENCES = refused(
     "an evaluation reads batches of documents, and Megatron counts samples of constant length",
     "give the number of batches: --eval-iters",
+)
+_ONE_SET = refused(
+    "Megatron 0.19 fails on it at the first evaluation", "add --multiple-validation-sets, which takes one set as well"
 )
 _FULL = tested(f"{WORKERS}test_evaluation.py::test_several_whole_validation_sets_are_split_over_all_workers")
 
@@ -64,7 +67,17 @@ RUN_CONTROL = (
         cpu=_FULL,
         local_sgd=_FULL,
         hot_switch=_SEQUENCES,
-        sync_service=AS_ANY_JOB,
+        sync_service=tested(
+            f"{PEERS}test_evaluation.py::test_peers_evaluate_on_the_whole_validation_set_as_a_stock_job_does"
+        ),
+    ),
+    row(
+        "--full-validation without --multiple-validation-sets",
+        lambda args: args.full_validation and not args.multiple_validation_sets,
+        cpu=_ONE_SET,
+        local_sgd=_ONE_SET,
+        hot_switch=_SEQUENCES,
+        sync_service=_ONE_SET,
     ),
     row(
         "--adlr-autoresume",

@@ -20,7 +20,7 @@ WITHOUT_A_TEST = {
     PEER_ON_A_GPU.reason,
     OWN_SCRIPT.reason,
     "the groups of workers are made without it",
-    AS_ANY_JOB.reason,  # of the few below
+    AS_ANY_JOB.reason,  # of the one below
     # Another row says it.
     "the row on --use-distributed-optimizer has the say",
     "the row on formats other than torch_dist and torch has the say",
@@ -69,13 +69,9 @@ def test_what_is_accepted_without_a_test_says_why_none_is_named():
     assert unsaid == set()
 
 
-def test_the_options_with_which_no_test_has_peers_are_few():
+def test_one_option_has_no_test_with_peers():
     untried = {row.option for row in ROWS if row.verdicts["sync-service"] == AS_ANY_JOB}
-    assert untried <= {
-        "--ddp-pad-buckets-for-high-nccl-busbw",  # a toy's padded buckets cannot be saved
-        "--sft",
-        "--full-validation",
-    }
+    assert untried <= {"--ddp-pad-buckets-for-high-nccl-busbw"}  # a toy's padded buckets cannot be saved
 
 
 def test_what_only_a_gpu_can_run_is_refused_on_cpu():
