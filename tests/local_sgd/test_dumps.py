@@ -11,6 +11,7 @@ import torch
 
 from tests.local_sgd.meetings.test_meeting_runs import by_time
 from tests.local_sgd.runs import arguments, local_run
+from tests.support.every_run import one_of_each
 from tests.support.presets import GROUPED, LAYOUTS
 from tests.support.pretrain import as_worker, run_pretrain
 from tests.support.transformer_engine import accept_transformer_engine
@@ -43,7 +44,7 @@ def assert_every_dump_is_a_workers(saved: Path) -> None:
     assert {path.relative_to(saved).parts[0] for path in saved.rglob("*.pth")} == {"worker_0", "worker_1"}
 
 
-@pytest.mark.parametrize(("layout", "precision"), [("dp2", "bf16-distopt"), ("tp2", "fp32")])
+@pytest.mark.parametrize(("layout", "precision"), one_of_each([("dp2", "bf16-distopt"), ("tp2", "fp32")], {0}))
 def test_a_worker_dumps_what_a_job_of_its_own_would(tmp_path: Path, layout: str, precision: str):
     # The round comes after the second iteration, and so after its dumps.
     options = {**DUMPS, "train_iters": 3, "local_sgd_sync_interval": 2}
@@ -97,6 +98,7 @@ def test_workers_that_meet_by_time_dump_the_first_step_after_each_meeting(tmp_pa
     assert_same({name: first[name] for name in of_the_first_step}, of_the_first_step)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double_of_transformer_engine")
 def test_what_goes_through_layers_is_dumped_by_worker(tmp_path: Path):
     every = {f"save_{what}_interval": 1 for what in ("activations", "dgrads", "tokens_per_expert")}
