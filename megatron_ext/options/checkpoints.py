@@ -24,7 +24,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS_BOOKKEEPING,
     WORKERS_OTHER_WAYS,
 )
-from megatron_ext.options.row import row, says
+from megatron_ext.options.row import Asked, row, says
 from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["CHECKPOINTS"]
@@ -69,8 +69,23 @@ _CHANGED_IN_PLACE = refused(
     "in fp32 Megatron's loss changes in place what its hooks for these gradients have taken, and the first step fails",
     "add --bf16, or drop it",
 )
+_ROWS_OF_ONE_RANK = refused(
+    "Megatron dumps of parameters the rows that one rank has, and of gradients none",
+    "save checkpoints instead, or drop one of them",
+)
+_SUMS_OF_ONE_INSTANCE = refused(
+    "Megatron adds up the gradients of all instances in the part alone that a rank's optimizer reads, so that the rest "
+    "of a dump is of one instance",
+    "drop one of them",
+)
 _HOT_DUMPS = tested(f"{STRATEGIES}test_checkpoints.py::test_dumps_have_the_gradients_of_all_strategies")
 _NAME_ALONE = refused("Megatron 0.19 has no such checkpoints, but the name", "use --non-persistent-ckpt-type global")
+
+
+def _dumps_of_fsdp2(what: str) -> Asked:
+    name = f"save_{what}_interval"
+    return lambda args: getattr(args, name) is not None and args.use_torch_fsdp2
+
 
 CHECKPOINTS = (
     row(
@@ -202,6 +217,27 @@ CHECKPOINTS = (
             sync_service=PEER_ON_A_GPU,
         )
         for what in ("activations", "dgrads", "tokens-per-expert")
+    ),
+    *(
+        row(
+            f"--save-{what}-interval with --use-torch-fsdp2",
+            _dumps_of_fsdp2(what),
+            variables=(f"save_{what}_interval",),
+            cpu=_ROWS_OF_ONE_RANK,
+            local_sgd=_ROWS_OF_ONE_RANK,
+            hot_switch=_ROWS_OF_ONE_RANK,
+            sync_service=_ROWS_OF_ONE_RANK,
+        )
+        for what in ("params", "wgrads")
+    ),
+    row(
+        "--save-wgrads-interval with --num-distributed-optimizer-instances",
+        lambda args: args.save_wgrads_interval is not None and args.num_distributed_optimizer_instances > 1,
+        variables=("save_wgrads_interval",),
+        cpu=_SUMS_OF_ONE_INSTANCE,
+        local_sgd=_SUMS_OF_ONE_INSTANCE,
+        hot_switch=_SUMS_OF_ONE_INSTANCE,
+        sync_service=_SUMS_OF_ONE_INSTANCE,
     ),
     row(
         "--save-dgrads-interval without --bf16 or --fp16",
