@@ -196,8 +196,8 @@ COMMANDS = (
     Command(name="chaos_60_an_hour", line=f"{_CHAOS} --seed 7 --minutes 9 --faults-per-hour 60", minutes=10),
     Command(
         name="chaos_jobs",
-        line=_each(f"{_CHAOS} --jobs", seeds=(2, 5), then="--minutes 1 --faults-per-hour 720"),
-        minutes=8,
+        line=f"{_CHAOS} --jobs --seeds 2 5 --minutes 1 --faults-per-hour 720 --table",
+        minutes=10,
     ),
     Command(
         name="simulate_local_sgd",

@@ -11,7 +11,7 @@ from typing import Any
 from tests.chaos.history import History
 from tests.chaos.model import attempts, lost_attempts, violations
 
-__all__ = ["as_table", "figures", "goodput_in_time"]
+__all__ = ["as_table", "figures", "goodput_in_time", "kind_of", "said_of_violations"]
 
 
 def figures(history: History) -> dict[str, Any]:
@@ -40,6 +40,7 @@ def figures(history: History) -> dict[str, Any]:
                 "faults": len(found),
                 "median": round(statistics.median(found), 2),
                 "worst": round(max(found), 2),
+                "all": [round(seconds, 2) for seconds in found],
             }
             for kind, found in sorted(recoveries.items())
         },
@@ -87,13 +88,17 @@ def _commits(history: History) -> list[dict[str, Any]]:
     return sorted(history.commits().values(), key=lambda event: event["seen"])
 
 
+def kind_of(settings: dict[str, Any]) -> str:
+    """Return how the peers of a run meet."""
+    kind = "asynchronous" if settings["asynchronous"] else f"quorum {settings['quorum']} of {settings['peers']}"
+    return f"{kind}, {settings['codec']}, {'mean' if settings['outer_momentum'] is None else 'outer SGD'}"
+
+
 def as_table(found: dict[str, Any]) -> str:
     """Return the figures for people."""
     settings = found["settings"]
-    kind = "asynchronous" if settings["asynchronous"] else f"quorum {settings['quorum']} of {settings['peers']}"
-    outer = "mean" if settings["outer_momentum"] is None else "outer SGD"
     lines = [
-        f"seed {settings['seed']}: {settings['peers']} peers, {kind}, {settings['codec']}, {outer}; "
+        f"seed {settings['seed']}: {settings['peers']} peers, {kind_of(settings)}; "
         f"{found['rounds']} rounds in {found['seconds']:.0f} s, {found['faults']} faults "
         f"({found['faults_per_hour']:.0f} an hour)",
         f"goodput {found['goodput']:.2%} ({found['intervals_lost']} of {found['intervals']} intervals lost), "
@@ -109,9 +114,14 @@ def as_table(found: dict[str, Any]) -> str:
         lines.append(f"{name:<28}{entry['faults']:>6}{entry['median']:>27.2f}{entry['worst']:>8.2f}")
     lines += ["", *(f"  {line}" for line in (*found["outcomes"], *found["ends"]))]
     violated = found["violations"]
-    lines += [f"VIOLATION of '{rule}': {said}" for rule, sentences in violated.items() for said in sentences]
+    lines += said_of_violations(found)
     lines.append("violations: none" if not violated else f"violations of {len(violated)} rules")
     return "\n".join(lines)
+
+
+def said_of_violations(found: dict[str, Any]) -> list[str]:
+    """Return a line for every violation."""
+    return [f"VIOLATION of '{rule}': {said}" for rule, sentences in found["violations"].items() for said in sentences]
 
 
 def _percent(share: float | None) -> str:

@@ -193,7 +193,7 @@ def test_the_figures_say_how_much_was_lost_and_how_long_it_took_to_recover():
     found = figures(history())
     assert (found["intervals"], found["intervals_lost"], found["goodput"]) == (12, 1, 0.9167)
     # The peer was there again at 1.7 s, and round 3 is the first one in which all count since.
-    assert found["recovery_seconds"] == {"peer killed": {"faults": 1, "median": 1.3, "worst": 1.3}}
+    assert found["recovery_seconds"] == {"peer killed": {"faults": 1, "median": 1.3, "worst": 1.3, "all": [1.3]}}
     assert found["median_recovery_seconds"] == 1.3
     # 11 contributions in 4 s, and 3 in each of the two seconds in which nothing was wrong.
     assert found["goodput_in_time"] == 0.9167

@@ -11,9 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from tests.chaos.__main__ import main
-from tests.chaos.histories import history
-from tests.chaos.report import figures
 from tests.chaos.schedule import KINDS, Fault, draw, read_schedule, shrink, write_schedule
 from tests.chaos.settings import Settings
 
@@ -98,40 +95,6 @@ def test_a_line_that_cannot_be_a_fault_of_this_run_is_named(tmp_path: Path, chan
 
 
 @pytest.mark.parametrize(
-    ("argv", "problem"),
-    [
-        (["--minutes", "0"], "--minutes is 0.0; it must be above 0"),
-        (["--faults-per-hour", "nan"], "--faults-per-hour is nan; it must be above 0"),
-        (["--schedule", "nowhere"], "--schedule nowhere: No such file"),
-        (["--dir", "/proc"], "--dir /proc: is not empty"),
-        (["--dir", "/proc/x"], "--dir /proc/x: No such file or directory; give a new folder"),
-        (["--dir", __file__], f"--dir {__file__}: File exists; give a new folder"),
-        (["--seed", "-1"], "--seed is -1; give 0 to 2^63 - 1"),
-        (["--seed", str(1 << 63)], f"--seed is {1 << 63}; give 0 to 2^63 - 1"),
-        (["--shrink", "-2"], "--shrink is -2; give 0 to 1000"),
-        (["--faults-per-hour", "1e9"], "--faults-per-hour is 1e+09; give 36000"),
-        (["--minutes", "1e300"], "--minutes is 1e+300; give 10080 (a week) or less"),
-    ],
-    ids=[
-        *("minutes", "faults", "schedule", "full dir", "no dir", "file", "below 0", "seed", "shrink"),
-        *("too many faults", "too long"),
-    ],
-)
-def test_the_command_line_is_refused_before_anything_is_started(
-    argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-):
-    assert main(["--seed", "1", *argv]) == 2
-    assert problem in capsys.readouterr().err
-
-
-def test_figures_that_could_not_be_written_are_refused_before_the_run(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as end:
-        main(["--seed", "1", "--json", "/no/such/x.json"])
-    assert end.value.code == 2
-    assert "argument --json: /no/such/x.json cannot be written: No such file" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
     ("content", "problem"),
     [
         (b"\xff\xfe", "is not text; give a file"),
@@ -147,30 +110,3 @@ def test_a_file_without_faults_is_named(tmp_path: Path, content: bytes, problem:
     with pytest.raises(UserError) as caught:
         read_schedule(path, seconds=60, peers=PEERS)
     assert str(caught.value).startswith(f"--schedule {path}: {problem}")
-
-
-@pytest.mark.parametrize("violated", [False, True], ids=["well", "violated"])
-def test_a_run_without_a_folder_leaves_files_only_where_a_rule_was_violated(
-    violated: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    found = figures(history())
-    found["violations"] = {"processes stay": ["p0 ended by itself"]} if violated else {}
-
-    def made(settings: Settings, faults: Sequence[Fault], seconds: float, folder: Path, zygote: object) -> dict:
-        folder.mkdir()
-        return found
-
-    monkeypatch.setattr("tests.chaos.__main__._made", made)
-    monkeypatch.setattr("tests.chaos.__main__.Zygote", Zygote)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert main(["--seed", "1", "--minutes", "0.1"]) == int(violated)
-    left = list(tmp_path.iterdir())
-    assert len(left) == int(violated)
-    assert not violated or f"files: {left[0]}" in capsys.readouterr().out
-
-
-class Zygote:
-    """In place of the process that all others are forked from."""
-
-    def close(self) -> None:
-        """Do nothing."""
