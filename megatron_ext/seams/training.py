@@ -247,7 +247,8 @@ def _dumping_by_worker() -> Iterator[None]:
     Megatron's files are named by the rank inside a model's parallel groups, which every worker has.
     """
     options = run_options()
-    if hooks.worker_count(options) == 1 or not options.save:
+    dumps = options.save and any(getattr(options, name, None) for name in _DUMPS)
+    if not dumps or hooks.worker_count(options) == 1:
         yield
         return
     with with_arguments(save=os.path.join(options.save, f"worker_{current_groups().worker}")):
