@@ -215,18 +215,36 @@ def test_help_lists_our_groups_without_gpu_and_without_torchrun(order):
 def test_features_beside_a_yaml_of_arguments_are_refused_by_name(tmp_path, flags, keys, named):
     file = tmp_path / "run.yaml"
     file.write_text(f"disable_msc_deprecated: false\nenable_msc: false\n{keys}\n")
-    found = run_ranks(parse, 1, ["--yaml-cfg", str(file), *flags])
+    found = run_ranks(parse, 1, ["--yaml-cfg", str(file), *flags], "cuda")
     problem = f"--yaml-cfg {file}: with it Megatron ignores the command line, so {named} would do nothing; "
     expected = None if named is None else f"{problem}give all arguments as flags, without --yaml-cfg"
     assert found == [expected]
 
 
-def parse(arguments):
-    """Return the error of Megatron's parser for a command line, or None."""
-    from megatron_ext import patch_megatron
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "FileNotFoundError: [Errno 2] No such file"), ("- a list", "AttributeError"), ("a: [", "ParserError")],
+    ids=["missing", "no mapping", "no YAML"],
+)
+def test_a_yaml_of_arguments_that_cannot_be_read_is_refused_in_one_line(tmp_path, content, said):
+    file = tmp_path / "run.yaml"
+    if content is not None:
+        file.write_text(content)
+    (found,) = run_ranks(parse, 1, ["--yaml-cfg", str(file)], "cuda")
+    assert found.startswith(f"--yaml-cfg {file}: Megatron refuses it: {said}") and "\n" not in found
+
+
+def test_a_yaml_of_arguments_is_refused_on_cpu_where_it_would_pass_by_all_checks(tmp_path):
+    (found,) = run_ranks(parse, 1, ["--yaml-cfg", str(tmp_path / "run.yaml")], "cpu")
+    assert "run.yaml is not supported on CPU: with it Megatron ignores the command line" in found
+
+
+def parse(arguments, backend):
+    """Return the error of Megatron's parser for the command line of a run on `backend`, or None."""
+    from megatron_ext.activation import patch_to_explain
     from megatron_ext.errors import UserError
 
-    patch_megatron("cpu")
+    patch_to_explain(backend)
     from megatron.training.arguments import parse_args
 
     sys.argv[1:] = arguments

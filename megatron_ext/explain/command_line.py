@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,8 +14,9 @@ from megatron_ext.activation import registry
 from megatron_ext.errors import UserError
 from megatron_ext.explain.config import ExplainConfig
 from megatron_ext.patching import Patch
+from megatron_ext.said_by_megatron import refusals_in_one_line
 
-__all__ = ["CAPABILITY", "parse", "refusals_in_one_line"]
+__all__ = ["CAPABILITY", "in_one_line", "parse"]
 
 CAPABILITY = (9, 0)
 """Of the GPU that options are checked against, as of an H100."""
@@ -41,7 +40,7 @@ def parse(asked: ExplainConfig, rank: int) -> Any:
         LOCAL_WORLD_SIZE=str(asked.nproc_per_node),
     )
     sys.argv = ["megatron-ext explain", *asked.words]
-    with _as_elsewhere(asked), refusals_in_one_line("arguments"):
+    with _as_elsewhere(asked), in_one_line("arguments"):
         args = arguments.parse_args()
         if args.yaml_cfg is not None:
             raise UserError(f"--yaml-cfg {args.yaml_cfg}: files of arguments are not explained; give flags")
@@ -85,38 +84,22 @@ def _as_elsewhere(asked: ExplainConfig) -> Iterator[None]:
 
 
 @contextmanager
-def refusals_in_one_line(place: str, it: str = "them") -> Iterator[None]:
-    """Turn what Megatron says of bad input, by whatever error, into one line.
+def in_one_line(place: str, it: str = "them") -> Iterator[None]:
+    """Turn what Megatron, or its parser, says of bad input into one line.
 
     Args:
         place: what was being checked.
         it: what stands for that in a sentence.
 
     Raises:
-        UserError: in place of the error.
+        UserError: in place of the error, or of the exit.
     """
     try:
-        yield
+        with refusals_in_one_line(place, it):
+            yield
     except SystemExit as error:  # of argparse, which has printed what is wrong
         said = [line for line in _printed().splitlines() if ": error: " in line]
         raise UserError(said[-1].partition(": error: ")[2] if said else f"{place}: exit status {error.code}") from None
-    except UserError:
-        raise
-    except Exception as error:  # Megatron refuses arguments by errors of any class
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        text = " ".join(str(error).split()) or _in_flags(str(at.line).removeprefix("assert "))
-        kind = "" if isinstance(error, AssertionError) else f"{type(error).__name__}: "
-        where = f"{os.path.basename(at.filename)}:{at.lineno}"
-        raise UserError(f"{place}: Megatron refuses {it}: {kind}{text} ({where})") from error
-
-
-def _in_flags(condition: str) -> str:
-    """Return what an assertion without words says, with the flags of the arguments that it looks at."""
-    names = list(dict.fromkeys(re.findall(r"\bargs\.(\w+)", condition)))
-    flags = ", ".join("--" + name.replace("_", "-") for name in names)
-    missing = re.fullmatch(r"args\.\w+ is not None,?", condition.strip())
-    way_out = f"; give {flags}" if missing else f"; change {flags}" if flags else ""
-    return f"{condition} does not hold{way_out}"
 
 
 def _printed() -> str:

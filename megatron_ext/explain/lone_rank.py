@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from megatron_ext.activation import registry
 from megatron_ext.errors import UserError
-from megatron_ext.explain.command_line import refusals_in_one_line
+from megatron_ext.explain.command_line import in_one_line
 from megatron_ext.hooks import Feature, hooks
 from megatron_ext.patching import Patch
 from megatron_ext.sync_service.megatron.feature import SyncServiceFeature
@@ -160,7 +160,7 @@ def build(args: Any) -> LoneRank:
     features = hooks.active
     # A job of one rank joins no server.
     hooks.activate(feature for feature in features if not isinstance(feature, SyncServiceFeature))
-    with refusals_in_one_line("the job", "it"):
+    with in_one_line("the job", "it"):
         set_global_variables(args)
         dist.init_process_group("fake", store=HashStore(), rank=args.rank, world_size=args.world_size)
         initialize._initialize_distributed(None, None, None)

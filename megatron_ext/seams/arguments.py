@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_ext import async_save
+from megatron_ext.batch_size import batch_size_problem
 from megatron_ext.config_options import argument_of, choices_of
 from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
@@ -27,6 +28,7 @@ from megatron_ext.options import UnknownOption, missing_optimizers, unknown_opti
 from megatron_ext.patching import Patch, PatchRegistry
 from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
+from megatron_ext.said_by_megatron import refusals_in_one_line
 
 __all__ = ["add_config_group", "patches", "say", "with_arguments"]
 
@@ -64,7 +66,7 @@ def patches(
         Patch(
             name="arguments/yaml",
             target="megatron.training.yaml_arguments:load_yaml",
-            wrap=lambda original: _wrap_yaml(original, options),
+            wrap=lambda original: _wrap_yaml(original, options, on_cpu=set_defaults is not None),
             parameters=("yaml_path",),
             reason="refuse features with --yaml-cfg, with which Megatron drops the command line and its validation",
         ),
@@ -176,8 +178,8 @@ def _wrap_validate(
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         hooks.complete_arguments(args)
         problems = [problem for feature in hooks.features for problem in feature.validate(args)]
-        missing = (async_save.missing_writer(args), missing_optimizers(args))
-        problems += [problem for problem in missing if problem is not None]
+        others = (async_save.missing_writer(args), missing_optimizers(args), batch_size_problem(args))
+        problems += [problem for problem in others if problem is not None]
         if problems:
             raise combine(problems, "arguments")
         enabled = hooks.enable(args)
@@ -201,15 +203,22 @@ def _wrap_validate(
         if hooks.active and async_save.is_asked(args):
             registry.apply(async_save.patches(loops))
         hooks.require_served(patch.serves for patch in registry.applied)
-        return original(args, *rest, **kwargs)
+        with refusals_in_one_line("arguments"):
+            return original(args, *rest, **kwargs)
 
     return validate_args
 
 
-def _wrap_yaml(original: Callable[..., Any], options: set[str]) -> Callable[..., Any]:
+def _wrap_yaml(original: Callable[..., Any], options: set[str], *, on_cpu: bool) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_yaml(yaml_path: str) -> Any:
-        values = original(yaml_path)
+        if on_cpu:
+            raise UserError(
+                f"--yaml-cfg {yaml_path} is not supported on CPU: with it Megatron ignores the command line, and with "
+                "that the defaults and the checks by which a run works there; give all arguments as flags"
+            )
+        with refusals_in_one_line(f"--yaml-cfg {yaml_path}", "it"):
+            values = original(yaml_path)
         given = {word.split("=")[0] for word in sys.argv[1:]}
         given |= {f"--{name.replace('_', '-')}" for name in vars(values)}
         found = sorted(given & options)
