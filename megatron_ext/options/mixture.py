@@ -26,6 +26,12 @@ from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, te
 
 __all__ = ["MIXTURE"]
 
+_UNTRAINED_BIASES = refused(
+    "Megatron 0.19 trains them where the expert tensor parallel size is 1, and on its local implementation with expert "
+    "parallelism only",
+    "give --disable-bias-linear",
+)
+_NO_SHARED_BIASES = refused("Megatron 0.19 makes shared experts without them only", "give --disable-bias-linear")
 _WITH_CAPACITIES = accepted("it is read with --moe-expert-capacity-factor alone, which is refused")
 
 
@@ -35,6 +41,15 @@ def _listed(value: Any) -> list[Any]:
 
 def _balances(args: Any, *types: str) -> bool:
     return not set(types).isdisjoint(_listed(args.moe_router_load_balancing_type))
+
+
+def _has_untrained_biases(args: Any) -> bool:
+    if not args.num_experts or not args.add_bias_linear:
+        return False
+    tensor_parallel = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    # There autograd refuses to add a bias to what is a view of its input.
+    adds_in_place = args.transformer_impl == "local" and args.expert_model_parallel_size == 1
+    return bool(tensor_parallel > 1 or adds_in_place)
 
 
 def _grouped_with(option: str, asked: Asked, reason: str, way_out: str) -> Row:
@@ -56,6 +71,22 @@ def _grouped_with(option: str, asked: Asked, reason: str, way_out: str) -> Row:
 
 
 MIXTURE = (
+    row(
+        "--num-experts with biases",
+        _has_untrained_biases,
+        cpu=_UNTRAINED_BIASES,
+        local_sgd=_UNTRAINED_BIASES,
+        hot_switch=accepted("each strategy has sizes of its own, and is checked by itself"),
+        sync_service=_UNTRAINED_BIASES,
+    ),
+    row(
+        "--moe-shared-expert-intermediate-size with biases",
+        lambda args: bool(args.num_experts and args.moe_shared_expert_intermediate_size and args.add_bias_linear),
+        cpu=_NO_SHARED_BIASES,
+        local_sgd=_NO_SHARED_BIASES,
+        hot_switch=_NO_SHARED_BIASES,
+        sync_service=_NO_SHARED_BIASES,
+    ),
     row(
         "--moe-router-enable-expert-bias",
         cpu=tested(f"{WORKERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_workers_biases"),

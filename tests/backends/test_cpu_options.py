@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Megatron's options on CPU: defaults that let a plain command run, and refusals by name."""
 
+import pytest
+
 from tests.support.distributed import run_ranks
-from tests.support.presets import toy_gpt
+from tests.support.presets import MOE, toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 # Every row of the table of options that needs a GPU, by flags that ask for it.
@@ -173,3 +175,26 @@ def explicit_values():
 
 def test_explicit_values_win_over_the_defaults():
     assert run_ranks(explicit_values, 1) == [(3, "transformer_engine", "nccl")]
+
+
+UNTRAINED = {
+    "on one rank": (1, {}, "--num-experts with biases is not supported on CPU: Megatron 0.19 trains them where"),
+    "over ranks": (
+        2,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 1},
+        "--num-experts with biases is not supported on CPU: ",
+    ),
+    "shared": (
+        2,
+        {"expert_model_parallel_size": 2, "moe_shared_expert_intermediate_size": 16},
+        "--moe-shared-expert-intermediate-size with biases is not supported on CPU: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("experts", UNTRAINED)
+def test_experts_whose_biases_megatron_fails_on_are_refused_before_they_are_built(experts):
+    ranks, options, said = UNTRAINED[experts]
+    exits = run_failing_pretrain(toy_gpt(MOE, options), ranks)
+    assert said in exits[0].stderr and "give --disable-bias-linear" in exits[0].stderr
+    assert "Traceback" not in exits[0].stderr

@@ -118,6 +118,7 @@ from tests.support.pretrain import run_failing_pretrain, run_pretrain
                 "local_sgd_sync_interval": 4,
                 "local_sgd_pseudo_grad_reducer": "pairwise",
                 "num_experts": 4,
+                "disable_bias_linear": True,
                 "moe_router_enable_expert_bias": True,
             },
             [

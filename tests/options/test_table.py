@@ -31,6 +31,7 @@ WITHOUT_A_TEST = {
     "it is read with --moe-expert-capacity-factor alone, which is refused",
     "what is said of each of them holds",
     "strategies have stages of their own, and are checked one by one",
+    "each strategy has sizes of its own, and is checked by itself",
 }
 """Why an option is accepted and names no test: there is no other reason."""
 
@@ -262,8 +263,11 @@ DOUBTFUL = [
     "--logits-load-dir folder",
     "--check-for-spiky-loss",
     "--moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
-    "--moe-router-load-balancing-type sinkhorn --num-experts 4",
+    "--moe-router-load-balancing-type sinkhorn --num-experts 4 --disable-bias-linear",
     "--moe-expert-capacity-factor 1",
+    "--num-experts 4 --transformer-impl local",
+    "--num-experts 4 --tensor-model-parallel-size 2",
+    "--moe-shared-expert-intermediate-size 16 --num-experts 4 --expert-model-parallel-size 2",
     "--hierarchical-context-parallel-sizes 2 2",
     "--num-layers-per-virtual-pipeline-stage 1",
     "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 2 --num-layers 2",
