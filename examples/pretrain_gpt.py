@@ -98,6 +98,11 @@ def refuse_other_data(args: argparse.Namespace) -> None:
             f"{', '.join(asked)}: not known to examples/pretrain_gpt.py; "
             "run Megatron's own pretrain_gpt.py with `python -m megatron_ext`"
         )
+    if args.dataloader_type == "external":
+        raise UserError(
+            "--dataloader-type external: examples/pretrain_gpt.py builds datasets and no loader of its own; use single "
+            "or cyclic, or a script whose provider of datasets returns iterators"
+        )
 
 
 def build_datasets(sample_counts: list[int], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
