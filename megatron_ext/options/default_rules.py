@@ -161,7 +161,6 @@ DEFAULT_RULES: tuple[DefaultRule, ...] = (
             "network size",
             "mla",
             "moe",
-            "heterogeneous architecture",
             "experimental",
             "experimental_attention_variant",
             "RNG and initialization",

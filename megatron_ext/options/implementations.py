@@ -6,6 +6,7 @@ from __future__ import annotations
 from megatron_ext.options.common_verdicts import (
     APART,
     AS_A_PEER,
+    BACKENDS,
     BARE,
     BUNDLE,
     HOT_BUNDLE,
@@ -28,6 +29,7 @@ _SCALES = refused(
     "use --bf16",
     named="--fp8-format, --fp4-format or --te-precision-config-file",
 )
+_ALIKE = refused("the parameter view, by which weights are exchanged, knows layers of one kind, or experts among them")
 _UNFUSED = needs_gpu("Megatron's own attention is the only one on CPU", "use auto")
 _LOCAL = "use local, the default here"
 _BF16 = needs_gpu("it needs Transformer Engine, which needs a GPU", "use --bf16")
@@ -262,5 +264,26 @@ IMPLEMENTATIONS = (
         local_sgd=ON_A_GPU,
         hot_switch=ON_GPU_ALONE_HOT,
         sync_service=PEER_ON_A_GPU,
+    ),
+    row(
+        "--heterogeneous-layers-config-path",
+        cpu=tested(f"{BACKENDS}test_cpu_table.py::test_layers_of_different_kinds"),
+        local_sgd=_ALIKE,
+        hot_switch=_ALIKE,
+        sync_service=_ALIKE,
+    ),
+    row(
+        "--heterogeneous-layers-config-encoded-json without --heterogeneous-layers-config-path",
+        lambda args: bool(
+            args.heterogeneous_layers_config_encoded_json and args.heterogeneous_layers_config_path is None
+        ),
+        flags=("--heterogeneous-layers-config-encoded-json",),
+        cpu=refused(
+            "Megatron 0.19 checks it, and makes layers that are all alike",
+            "give the file: --heterogeneous-layers-config-path",
+        ),
+        local_sgd=_ALIKE,
+        hot_switch=_ALIKE,
+        sync_service=_ALIKE,
     ),
 )

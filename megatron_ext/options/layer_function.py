@@ -40,6 +40,10 @@ _HYBRID_EXPERTS = tested(f"{EXPERTS}test_hybrid_models.py::test_a_peer_trains_it
 _NO_PLACE = refused("Megatron 0.19 hands it to a model's configuration, which has no place for it")
 _HYBRIDS_NEED_A_GPU = needs_gpu("its layers are Transformer Engine's and mamba_ssm's, which are CUDA kernels")
 _NO_HYBRIDS = refused("state-space layers carry what they have seen from one document of a row into the next")
+_FORMER_MTP = refused(
+    "Megatron 0.19 keeps it for old checkpoints, and fails on it in models without state-space layers",
+    "write the pattern into --hybrid-layer-pattern, as M*-M/MM",
+)
 _OF_HYBRIDS = accepted("it says nothing without --hybrid-layer-pattern")
 
 LAYER_FUNCTION = (
@@ -297,6 +301,13 @@ LAYER_FUNCTION = (
         hot_switch=_NO_HYBRIDS,
         sync_service=_HYBRID_PEERS,
         spes=_HYBRID_EXPERTS,
+    ),
+    row(
+        "--mtp-hybrid-override-pattern",  # the former way to say what --hybrid-layer-pattern has behind a slash
+        cpu=_HYBRIDS_NEED_A_GPU,
+        local_sgd=_FORMER_MTP,
+        hot_switch=_NO_HYBRIDS,
+        sync_service=_FORMER_MTP,
     ),
     row(
         "--hybrid-layer-pattern",

@@ -11,6 +11,7 @@ from megatron_ext.options.common_verdicts import (
     BACKENDS,
     BARE,
     BUNDLE,
+    HOT_BUNDLE,
     HOT_SAME,
     HOT_STATIC,
     NEEDS_TE,
@@ -258,5 +259,12 @@ RANK_GROUPS = (
             "--account-for-loss-in-pipeline-split",
             "--pipeline-model-parallel-layout",
         ),
+    ),
+    row(
+        "--mtp-standalone",  # which Megatron sets itself where it reads stages by their layout
+        cpu=BUNDLE,
+        local_sgd=BUNDLE,
+        hot_switch=HOT_BUNDLE,
+        sync_service=PEERS_BUNDLE,
     ),
 )

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 from megatron_ext.options.common_verdicts import (
+    BOOKKEEPING,
     BUNDLE,
+    HOT_BOOKKEEPING,
     HOT_SAME,
     NO_TE_ON_CPU,
     ON_A_GPU,
@@ -12,6 +14,7 @@ from megatron_ext.options.common_verdicts import (
     PEER_ON_A_GPU,
     PEERS_BUNDLE,
     SAME,
+    WORKERS_BOOKKEEPING,
 )
 from megatron_ext.options.row import given, row
 from megatron_ext.options.verdict import needs_gpu, refused
@@ -83,6 +86,13 @@ RECORDING = (
         cpu=BUNDLE,
         local_sgd=BUNDLE,
         hot_switch=refused("it would judge all losses by those of home's rows only"),
+        sync_service=PEERS_BUNDLE,
+    ),
+    row(
+        "--log-progress",
+        cpu=BOOKKEEPING,
+        local_sgd=WORKERS_BOOKKEEPING,
+        hot_switch=HOT_BOOKKEEPING,
         sync_service=PEERS_BUNDLE,
     ),
 )

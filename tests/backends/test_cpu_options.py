@@ -58,6 +58,7 @@ REFUSED = [
     "--dsa-indexer-topk 4",
     "--mla-down-proj-fusion",
     "--hybrid-override-pattern M*",
+    "--mtp-hybrid-override-pattern M*",
     "--hybrid-layer-pattern M*",
     "--moe-expert-rank-capacity-factor 1.0",
     "--moe-mlp-glu-interleave-size 8",

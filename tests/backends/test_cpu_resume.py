@@ -69,6 +69,7 @@ KEEPING = {
     "no_ckpt_fully_parallel_save": True,
     "dist_ckpt_workers": 2,
     "verify_integrity": True,
+    "log_progress": True,
 }
 READING = {
     "ckpt_step": 2,
@@ -86,6 +87,7 @@ def test_options_for_keeping_and_reading_checkpoints(tmp_path):
     run = toy_gpt(PRECISIONS["bf16-distopt"])
     through = stock([*run, *command_line({**KEEPING, "save": os.fspath(tmp_path)})], 2)
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]
+    assert (tmp_path / "progress.txt").read_text().count("Saved checkpoint") == 4
     resumed = stock([*run, *command_line({**READING, "load": os.fspath(tmp_path)})], 2)
     assert losses(resumed) == losses(through)[2:]
     assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]

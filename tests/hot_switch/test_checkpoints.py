@@ -275,6 +275,7 @@ def test_options_for_keeping_and_reading_checkpoints(tmp_path):
         "ckpt_assume_constant_structure": True,
         "dist_ckpt_workers": 2,
         "verify_integrity": True,
+        "log_progress": True,
     }
     reading = {
         "load": os.fspath(tmp_path),
@@ -289,6 +290,7 @@ def test_options_for_keeping_and_reading_checkpoints(tmp_path):
     }
     through = run_pretrain(arguments(*HOT, train_iters=4, use_distributed_optimizer=True, **keeping), 2)
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002", "iter_0000004"]
+    assert (tmp_path / "progress.txt").read_text().count("Saved checkpoint") == 4
     resumed = run_pretrain(arguments(*HOT, train_iters=4, use_distributed_optimizer=True, **reading), 2)
     assert losses(resumed) == losses(through)[2:]
     assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]

@@ -67,6 +67,7 @@ GATHERING: Options = {
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
     "overlap_param_gather_with_optimizer_step": True,
+    "mtp_standalone": True,
     "ckpt_format": "torch",
 }
 CHUNKS: Options = {"num_virtual_stages_per_pipeline_rank": 2}

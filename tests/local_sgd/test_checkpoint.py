@@ -272,6 +272,7 @@ KEEPING = {
     "no_ckpt_fully_parallel_save": True,
     "dist_ckpt_workers": 2,
     "verify_integrity": True,
+    "log_progress": True,
 }
 READING = {
     "ckpt_step": 4,
@@ -289,6 +290,7 @@ READING = {
 def test_options_for_keeping_and_reading_checkpoints(tmp_path):
     whole = local_run("dp2", "bf16-distopt", workers=2, save=str(tmp_path), **KEEPING, **SCHEDULE)
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000004", "iter_0000008"]
+    assert (tmp_path / "progress.txt").read_text().count("Saved checkpoint") == 8
     resumed = local_run("dp2", "bf16-distopt", workers=2, load=str(tmp_path), **READING, **SCHEDULE)
     assert same_state(resumed, whole)
     assert [rank.losses for rank in resumed] == [rank.losses[4:] for rank in whole]

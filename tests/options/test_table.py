@@ -266,6 +266,8 @@ DOUBTFUL = [
     "--moe-router-load-balancing-type sinkhorn --num-experts 4 --disable-bias-linear",
     "--moe-expert-capacity-factor 1",
     "--num-experts 4 --transformer-impl local",
+    "--heterogeneous-layers-config-path layers.json",
+    "--heterogeneous-layers-config-encoded-json {}",
     "--num-experts 4 --tensor-model-parallel-size 2",
     "--moe-shared-expert-intermediate-size 16 --num-experts 4 --expert-model-parallel-size 2",
     "--hierarchical-context-parallel-sizes 2 2",

@@ -127,7 +127,10 @@ MODELS: Mapping[str, Options] = MappingProxyType(
 
 LAID_OUT: Mapping[str, tuple[str, Options]] = MappingProxyType(
     {
-        "interleaved stages": ("pp2-vpp2", {"microbatch_group_size_per_virtual_pipeline_stage": 2}),
+        "interleaved stages": (
+            "pp2-vpp2",
+            {"microbatch_group_size_per_virtual_pipeline_stage": 2, "mtp_standalone": True},
+        ),
         "uneven stages": ("pp2", {"num_layers": 3, "decoder_first_pipeline_num_layers": 1}),
         "saved activations over ranks": (
             "tp2",
@@ -207,6 +210,7 @@ SAVED: Mapping[str, tuple[Options, Options]] = MappingProxyType(
                 "no_ckpt_fully_parallel_save": True,
                 "dist_ckpt_workers": 2,
                 "verify_integrity": True,
+                "log_progress": True,
                 "save_params_interval": 3,
                 "save_wgrads_interval": 3,
             },
