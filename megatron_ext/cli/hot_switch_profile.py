@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.ending import ended_by_sigterm
-from megatron_ext.cli.output_files import output_problems
 from megatron_ext.cli.shape_options import add_shape_options, add_topk_option, read_shape, topk_problems
 from megatron_ext.errors import UserError, combine
+from megatron_ext.output_files import output_problems
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

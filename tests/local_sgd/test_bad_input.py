@@ -194,10 +194,28 @@ def test_options_of_any_group_without_local_sgd_are_refused_instead_of_ignored()
 
 def test_a_file_of_rounds_that_cannot_be_written_is_refused_at_the_start(tmp_path):
     (tmp_path / "file").write_text("")
-    for option, where in (("local_sgd_round_log", "file/rounds.jsonl"), ("save", "file")):
-        options = {option: str(tmp_path / where), "save_interval": 2}
-        said = run_failing_pretrain(arguments("single", "fp32", workers=2, **options), 2)[0].stderr
-        assert f"--{option.replace('_', '-')}: rounds cannot be written to {tmp_path / 'file'}" in said
+    for options, said in (
+        ({"save": str(tmp_path / "file")}, f"--save: rounds cannot be written to {tmp_path / 'file'}"),
+        ({"local_sgd_round_log": str(tmp_path)}, f"--local-sgd-round-log {tmp_path} is a folder; name a file"),
+    ):
+        words = arguments("single", "fp32", workers=2, save_interval=2, **options)
+        assert said in run_failing_pretrain(words, 2)[0].stderr
+
+
+BY_TIME = {"local_sgd_use_async": True, "local_sgd_sync_time": 60.0, "local_sgd_sync_interval": None}
+
+
+@pytest.mark.parametrize(
+    ("option", "others"),
+    [("local_sgd_round_log", {}), ("local_sgd_record_meetings", BY_TIME)],
+    ids=["rounds", "meetings"],
+)
+def test_a_folder_that_nobody_made_is_told_at_the_start_and_not_made(tmp_path, option, others):
+    file = tmp_path / "mistyped" / "file.jsonl"
+    words = arguments("single", "fp32", workers=2, **{option: str(file), **others})
+    said = run_failing_pretrain(words, 2)[0].stderr
+    assert f"--{option.replace('_', '-')} {file}: there is no folder {file.parent}; make it first" in said
+    assert "Traceback" not in said and not file.parent.exists()
 
 
 def test_a_tracker_file_that_says_nothing_is_an_error_and_no_success(tmp_path):

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megatron_ext.cli.output_files import output_problems
 from megatron_ext.errors import UserError, combine
+from megatron_ext.output_files import output_problems
 
 if TYPE_CHECKING:
     from megatron_ext.simulate.sweep import Sweep

@@ -22,6 +22,7 @@ import torch
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.time_based import AsyncSchedule, share_of_rest
+from megatron_ext.output_files import output_problems
 from megatron_ext.seams.arguments import say
 from megatron_ext.worker_groups import WorkerGroups
 
@@ -200,8 +201,9 @@ class MeetingRecorder:
             UserError: it cannot be written.
         """
         self._path: Path | None = Path(path)
+        if problems := output_problems("--local-sgd-record-meetings", self._path):
+            raise UserError(problems[0])
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text("".join(f"{json.dumps(list(steps))}\n" for steps in record), encoding="utf-8")
         except OSError as error:
             raise UserError(

@@ -10,25 +10,31 @@ from typing import Any
 from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.reporting.round_log import FILE_NAME, append_round
 from megatron_ext.local_sgd.reporting.round_report import RoundReport
+from megatron_ext.output_files import output_problems
 from megatron_ext.seams.arguments import say
 
 __all__ = ["RoundWriter", "round_log_path"]
 
 
+_OF_THE_FILE = "--local-sgd-round-log"
+
+
 class RoundWriter:
     """The file while a run writes it. A full disk costs the file, not the run."""
 
-    def __init__(self, path: Path, asked_by: str = "--local-sgd-round-log") -> None:
+    def __init__(self, path: Path, asked_by: str = _OF_THE_FILE) -> None:
         """Open it, or make it.
 
         Args:
             path: the file.
-            asked_by: the option that says so, for messages.
+            asked_by: the option that says so; where it is not that of this file, but of a folder, the folder is made.
 
         Raises:
             UserError: it cannot be written, which is better said at the start than hours later.
         """
         self._path: Path | None = path
+        if asked_by == _OF_THE_FILE and (problems := output_problems(asked_by, path)):
+            raise UserError(problems[0])
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.open("ab").close()

@@ -161,7 +161,7 @@ def non_finite_once(file):
 
 
 def test_a_worker_with_a_non_finite_gradient_is_left_out_of_one_round_which_is_written_and_said(tmp_path):
-    file = tmp_path / "new" / "rounds.jsonl"
+    file = tmp_path / "rounds.jsonl"
     (first, said), (second, nothing) = run_ranks(non_finite_once, 2, str(file))
     assert first == second
     assert all(value == value for value in first)

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that a command writes at its end, looked at before its work."""
+"""Files that an option names and a command or a run writes, looked at before its work.
+
+A folder that is not there is a typing error more often than a wish, so that it is not made. A folder that an option
+names, as --save does, is made.
+"""
 
 from __future__ import annotations
 
