@@ -7,7 +7,14 @@ import pytest
 
 from tests.local_sgd.runs import arguments, model_digests, same_state, worker_slices
 from tests.support.every_run import one_of_each
-from tests.support.option_bundles import LAID_OUT, MODELS, WITH_FILES, options_with_files
+from tests.support.option_bundles import (
+    LAID_OUT,
+    MODELS,
+    WITH_FILES,
+    changed_values,
+    listed_values,
+    options_with_files,
+)
 from tests.support.presets import LAYOUTS
 from tests.support.pretrain import as_worker, run_pretrain
 from tests.sync_service.jobs import remember_samples
@@ -18,6 +25,14 @@ SCHEDULE = {"train_iters": 4, "local_sgd_sync_interval": 2}
 RESUMED = 3
 # What one worker's job must ask for to get the samples that both workers read.
 AS_MANY_SAMPLES = {"train_iters": 8}
+
+# What a job of two workers has otherwise than that of one of them here.
+CHANGED = {
+    *("world_size", "data_parallel_size", "inprocess_active_world_size", "global_batch_size", "eval_global_batch_size"),
+    *("train_iters", "exit_interval", "save", "save_interval"),
+    "rerun_mode",  # local SGD repeats no step
+    "bias_swiglu_fusion",  # a default of runs on CPU
+}
 
 MAPPING = {"use_tp_pp_dp_mapping": True}
 # Thresholds are in tokens, 32 to a sample: steps of 8, 8, 16 and 16 samples.
@@ -58,6 +73,8 @@ def test_rounds_and_a_resume_with_the_option(tmp_path, bundle):
     first, second = whole[: size // 2], whole[size // 2 :]
     assert first[-1].losses != second[-1].losses
     assert len(whole[-1].losses) == 4
+    in_force = listed_values(whole[0].stdout)
+    assert {name: in_force[name] for name, value in extra.items() if value is True and in_force[name] != "True"} == {}
     assert [rank.parameters for rank in first] == [rank.parameters for rank in second]
     if "step_batch_size_schedule" in extra:
         batches = re.findall(r"global batch size: +(\d+) \|", whole[-1].stdout)
@@ -111,6 +128,7 @@ def test_a_worker_is_a_stock_job_until_a_round_and_a_resume_keeps_the_bits(tmp_p
             before=as_worker(worker, 2),
         )
         assert [rank.losses[:2] for rank in ranks] == [rank.losses for rank in alone]
+        assert changed_values(whole[0].stdout, alone[0].stdout).keys() <= CHANGED
     assert workers[0][-1].losses != workers[1][-1].losses
     resumed = run(load=str(tmp_path / "saved"), ckpt_step=RESUMED)
     assert same_state(resumed, whole)

@@ -8,6 +8,7 @@ few layers, so that values are such that they matter in it: angles that many tur
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +16,17 @@ from types import MappingProxyType
 from tests.support.corpus import make, write_json_lines
 from tests.support.presets import LATENT, MOE, Options
 
-__all__ = ["LAID_OUT", "MODELS", "SAVED", "SPREAD", "WITH_FILES", "options_with_files", "two_corpora"]
+__all__ = [
+    "LAID_OUT",
+    "MODELS",
+    "SAVED",
+    "SPREAD",
+    "WITH_FILES",
+    "changed_values",
+    "listed_values",
+    "options_with_files",
+    "two_corpora",
+]
 
 _GATED: Options = {
     "hidden_size": 64,
@@ -263,6 +274,26 @@ WITH_FILES = (
     "records of routers and losses",
 )
 """What is read, and what is written besides: names for `options_with_files`."""
+
+
+def listed_values(text: str) -> dict[str, str]:
+    """Return the arguments that Megatron lists in what a run's first rank wrote to standard output."""
+    values = dict(re.findall(r"^  (\w+) \.+ (.*)$", text, re.MULTILINE))
+    assert len(values) > 300
+    return values
+
+
+def changed_values(ours: str, stock: str) -> dict[str, tuple[str, str]]:
+    """Return Megatron's arguments that a run with a feature trains with otherwise than a stock job: (ours, stock's).
+
+    Many options change no result, so that results alone would not tell that a feature ignores them.
+
+    Args:
+        ours: what the first rank of the one wrote to standard output.
+        stock: what that of the other wrote.
+    """
+    values, others = listed_values(ours), listed_values(stock)
+    return {name: (values[name], other) for name, other in others.items() if name in values and values[name] != other}
 
 
 def two_corpora(folder: Path) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.every_run import one_of_each
-from tests.support.option_bundles import LAID_OUT, MODELS, SAVED, SPREAD, WITH_FILES, options_with_files
+from tests.support.option_bundles import LAID_OUT, MODELS, SAVED, SPREAD, WITH_FILES, changed_values, options_with_files
 from tests.support.presets import LAYOUTS, Options
 from tests.support.pretrain import run_pretrain
 from tests.sync_service.jobs import (
@@ -61,11 +61,14 @@ def test_peers_end_equal_and_one_alone_is_a_stock_job_also_when_it_is_killed_and
     assert [rank.losses for rank in whole] == [rank.losses for rank in stock]
     assert [rank.parameters for rank in whole] == [rank.parameters for rank in stock]
     assert [rank.optimizer for rank in whole] == [rank.optimizer for rank in stock]
+    changed = changed_values(whole[0].stdout, stock[0].stdout)
+    assert [name for name in changed if not name.startswith("sync_service")] == []
     saving, reading = SAVED.get(bundle, ({"save_interval": 5}, {}))
     folder = os.fspath(tmp_path / "saved")
     again: Options = {**options, "sync_service_run": "again", "sync_service_peers": 1}
     failing_job(service, "a", kind, before=die_in_step(7), save=folder, **{**again, **saving})
     assert [path.name for path in (tmp_path / "saved").glob("**/iter_*")] != []
+    assert ("log_progress" in saving) == (tmp_path / "saved/progress.txt").exists()
     resumed = run_job(service, "a", kind, load=folder, **{**again, **reading})
     assert same_bits(model_of(whole), model_of(resumed))
     assert len(resumed[-1].losses) < len(whole[-1].losses)
