@@ -137,6 +137,7 @@ def run_job(job: SimulatedJob, fleet: SimulatedFleet, step_tokens: int = 0) -> S
     failures = saves_made = 0
     guard = FailureGuard(to_next="checkpoint", fails=f"a GPU fails every {mean:.3g} s", shorter="--save-interval")
     while not job.finished:
+        begun, sent = job.ledger.now, job.worker_bytes
         job.advance(due)
         saves = due is not None and job.iteration >= due
         if saves:
@@ -145,6 +146,8 @@ def run_job(job: SimulatedJob, fleet: SimulatedFleet, step_tokens: int = 0) -> S
         if fails <= job.ledger.now:
             failures += 1
             guard.check(saves_made, failures)
+            # What would have been sent after the failure was not.
+            job.worker_bytes = sent + (job.worker_bytes - sent) * (fails - begun) / (job.ledger.now - begun)
             job.ledger.fail(saved[0], fails, fleet.restart_seconds)
             job.restore(saved[1])
             due = saved[2]

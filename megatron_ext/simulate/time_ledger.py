@@ -62,7 +62,12 @@ class TimeLedger:
 
     def fail(self, saved: TimeLedger, time: float, restart_seconds: float) -> None:
         """Go back to what was saved; the time until the failure is lost, and then the job restarts."""
+        causes: tuple[Cause, ...] = ("lost", "restarting")
+        failed_before = {cause: self._spent[cause] - saved._spent[cause] for cause in causes}
         self.clock, self._spent = saved.clock, dict(saved._spent)
+        # Failures since then, after which there was no checkpoint yet.
+        for cause, seconds in failed_before.items():
+            self.spend(cause, seconds)
         self.wait_until("lost", time)
         self.spend("restarting", restart_seconds)
 

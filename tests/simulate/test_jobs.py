@@ -131,6 +131,14 @@ def test_meetings_with_too_few_steps_make_no_round():
     assert run.rounds == pytest.approx(1000 / 15, abs=1)
 
 
+def test_bytes_are_those_of_the_steps_that_were_made_also_where_a_failure_cuts_an_interval_off():
+    fleet = {"mtbf_hours": 4.0, "save_interval": 50, "restart_seconds": 100.0}
+    run = setup_of(fleet=fleet, training={"steps": 10_000}).baseline()
+    assert run.failures > 1
+    # A step is 2 s of training and 3 s in which 3 GB are sent.
+    assert run.worker_bytes == pytest.approx(3e9 * (run.seconds - run.time["restarting"]) / 5)
+
+
 def test_failures_cost_what_was_done_since_the_checkpoint_and_a_seed_repeats_them():
     fleet = {"mtbf_hours": 4.0, "save_interval": 50, "save_seconds": 10.0, "restart_seconds": 100.0}
     setup = setup_of(interval=10, fleet=fleet, training={"steps": 5000})
