@@ -96,7 +96,8 @@ class _Job:
             service,
             name,
             kind,
-            train_iters=1000,
+            train_iters=100_000,  # more than it makes in any run; as many as these have learning rates
+            lr_decay_iters=1000,
             global_batch_size=BATCH,
             lr=1e-3,
             sync_service_interval=STEPS,

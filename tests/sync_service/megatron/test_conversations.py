@@ -40,7 +40,10 @@ RUNS = {
 
 @pytest.mark.slow
 def test_peers_on_conversations_end_equal_and_one_that_is_killed_resumes_with_the_same_bits(
-    make_service: Callable[..., Service], tmp_path: Path, folder: Path, with_datasets: Before  # noqa: F811
+    make_service: Callable[..., Service],
+    tmp_path: Path,
+    folder: Path,  # noqa: F811  # fixtures that are imported have the arguments' names
+    with_datasets: Before,  # noqa: F811  # likewise
 ):
     service = make_service(RUNS)
     service.start()
