@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command_line import EachOnce, benchmark_parser, folder_for_output, one_of
-from benchmarks.common import machine_and_versions, print_table
+from benchmarks.common import machine_and_versions
 from benchmarks.figures.commands import BY_NAME, LACKING, Command
 from benchmarks.figures.page import PAGE, README, write_pages
 from benchmarks.figures.records import (
@@ -168,24 +168,25 @@ def without_report(text: str) -> str:
 
 def show_list(folder: Path) -> None:
     """Print the commands."""
-    rows = [
-        (
-            command.name,
-            f"{command.minutes:g}",
-            ", ".join(command.needs) or "-",
-            "yes" if (folder / f"{command.name}.json").exists() else "-",
-            command.line if len(command.line) < 100 else command.line[:97] + "...",
-        )
-        for command in BY_NAME.values()
-    ]
-    print_table(("name", "minutes", "needs", "kept", "command"), rows)
+    rows = [("name", "minutes", "needs", "kept", "command")]
+    for command in BY_NAME.values():
+        kept = "yes" if (folder / f"{command.name}.json").exists() else "-"
+        rows.append((command.name, f"{command.minutes:g}", ", ".join(command.needs) or "-", kept, command.line))
+    first, second, third, fourth = (max(len(row[column]) for row in rows) for column in range(4))
+    for name, minutes, needs, kept, line in rows:
+        # Last and to the left, so that it can be copied, however long it is.
+        print(f"{name:{first}}  {minutes:>{second}}  {needs:{third}}  {kept:{fourth}}  {line}")
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     found = benchmark_parser("all", __doc__)
     what = found.add_mutually_exclusive_group()
-    what.add_argument("--list", action="store_true", help="show the commands, what they need, and run nothing")
+    what.add_argument(
+        "--list",
+        action="store_true",
+        help="show the commands, what they need and whether --folder keeps a result of each, and run nothing",
+    )
     what.add_argument(
         "--only",
         nargs="+",

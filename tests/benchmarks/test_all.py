@@ -161,6 +161,7 @@ def test_the_list_shows_every_command_and_runs_none(folder: Path, capsys):
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[0] for line in lines[1:]] == list(BY_NAME)
     assert ["flying", "1", "wings", "-", "echo", "1"] in lines
+    assert all(" ".join(line[4:]).endswith(BY_NAME[line[0]].line) for line in lines[1:])
     assert not folder.exists()
 
 

@@ -52,7 +52,12 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--jobs", action="store_true", help="peers that are Megatron jobs, instead of synthetic ones")
     parser.add_argument("--minutes", type=float, default=3.0, help="how long faults happen, for each seed (3)")
-    parser.add_argument("--faults-per-hour", type=float, default=600.0, help="how many begin in the mean (600)")
+    parser.add_argument(
+        "--faults-per-hour",
+        type=float,
+        default=600.0,
+        help="how many are drawn in the mean; one that would strike what another one still strikes is left out (600)",
+    )
     parser.add_argument("--schedule", type=Path, metavar="FILE", help="the faults of this file instead")
     parser.add_argument("--dir", type=Path, help=_DIR)
     parser.add_argument("--json", type=writable, metavar="FILE", help="write the figures there too (a list of several)")
