@@ -189,6 +189,29 @@ def test_a_wrong_token_gets_nowhere(make_service: MakeService, tmp_path: Path):
     assert service.server is not None and service.server.exit_code is None
 
 
+def test_a_token_that_was_replaced_opens_nothing_after_a_new_start(make_service: MakeService, tmp_path: Path):
+    former, token = tmp_path / "former", tmp_path / "token"
+    for file in (former, token):
+        file.write_text("former-token-0123456789\n")
+    service = make_service(peers=1)
+    service.extra = {"token_file": str(token)}
+    service.start()
+    with service.client("p0", START, connection={"token_file": str(former)}) as client:
+        values = client.start(START)
+        client.sync(trained(values, 0, 1))
+    token.write_text("other-token-0123456789\n")
+    service.stop()
+    service.start()
+    with (
+        service.client("p0", START, connection={"token_file": str(former)}) as client,
+        pytest.raises(UserError, match="the token is missing or wrong"),
+    ):
+        client.register()
+    with service.client("p0", START, connection={"token_file": str(token)}) as client:
+        client.start(START)
+        assert client.round == 1
+
+
 def test_a_second_process_takes_a_peers_place_and_the_first_is_told(make_service: MakeService):
     service = make_service(peers=1)
     service.start()
