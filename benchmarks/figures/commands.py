@@ -126,6 +126,7 @@ COMMANDS = (
     Command(name="outer_schedules", line="python -m benchmarks.outer_methods schedules", minutes=15),
     Command(name="one_worker", line="python -m benchmarks.outer_methods one-worker", minutes=14),
     Command(name="sparse_messages", line="python -m benchmarks.outer_methods sparse", minutes=6),
+    Command(name="token_weights", line="python -m benchmarks.token_weights --seeds 1 2 3 4 5", minutes=2),
     Command(name="spes_method_peers", line="python -m benchmarks.spes_method peers", minutes=4),
     Command(name="spes_method_price", line="python -m benchmarks.spes_method price", minutes=30),
     Command(name="spes_method_released", line="python -m benchmarks.spes_method released", minutes=6),

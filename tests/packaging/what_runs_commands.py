@@ -139,6 +139,7 @@ RUN_BY = {
     "python -m benchmarks.spes_round": "tests/benchmarks/test_spes_round.py",
     "python -m benchmarks.step_overhead": "tests/benchmarks/test_step_overhead.py",
     "python -m benchmarks.straggler": "tests/benchmarks/test_straggler.py",
+    "python -m benchmarks.token_weights": "tests/benchmarks/test_token_weights.py",
     "python -m benchmarks.switch": "tests/benchmarks/test_switch.py",
     "python -m benchmarks.switch_plan": "tests/benchmarks/test_switch_plan.py",
     "python -m benchmarks.switch_sizes": (
