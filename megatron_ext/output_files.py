@@ -2,7 +2,7 @@
 """Files that an option names and a command or a run writes, looked at before its work.
 
 A folder that is not there is a typing error more often than a wish, so that it is not made. A folder that an option
-names, as --save does, is made.
+names, as --save does, is made, and so is one of `megatron-ext evaluate`, which has looked at it before its work.
 """
 
 from __future__ import annotations

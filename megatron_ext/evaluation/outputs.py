@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +11,6 @@ from pathlib import Path
 from megatron_ext.errors import UserError
 from megatron_ext.evaluation.results import PICTURES, WRITER, read_results
 from megatron_ext.extras import pip_install
-from megatron_ext.output_files import output_problems
 
 __all__ = ["check_outputs"]
 
@@ -38,8 +38,9 @@ def check_outputs(output: Path | None, picture: Path | None, baselines: Sequence
             written = path.is_file() and (_is_picture(path) if flag == "--picture" else _has_results(path))
             if not written:
                 raise UserError(f"{flag} {path}: is there already, and no evaluation wrote it; choose another file")
-        if problems := output_problems(flag, path):
-            raise UserError(problems[0])
+        above = next(folder for folder in path.resolve().parents if folder.exists())
+        if not above.is_dir() or not os.access(above, os.W_OK):
+            raise UserError(f"{flag} {path}: cannot be written: {above} takes no files")
     if picture is not None:
         if picture.suffix.lower() not in PICTURES:
             raise UserError(f"--picture {picture}: give a name that ends in {' or '.join(PICTURES)}")

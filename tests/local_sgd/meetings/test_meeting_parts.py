@@ -96,7 +96,7 @@ def test_a_record_of_something_else_is_refused_by_its_line(tmp_path, content, sa
 
 
 def test_a_record_is_that_of_the_run_that_continues(tmp_path):
-    file = tmp_path / "deep" / "steps.jsonl"
+    file = tmp_path / "steps.jsonl"
     MeetingRecorder(str(file), []).write([9, 9])
     MeetingRecorder(str(file), [[1, 2]]).write([3, 4])
     assert read_meetings(str(file), 2) == [[1, 2], [3, 4]]
