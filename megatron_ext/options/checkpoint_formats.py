@@ -25,7 +25,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS_BOOKKEEPING,
     WORKERS_OTHER_WAYS,
 )
-from megatron_ext.options.row import Asked, differs, row, says
+from megatron_ext.options.row import Asked, differs, everywhere, row, says
 from megatron_ext.options.verdict import accepted, refused, tested
 
 __all__ = ["CHECKPOINT_FORMATS"]
@@ -66,10 +66,7 @@ CHECKPOINT_FORMATS = (
             f"--ckpt-format torch with {flag}",
             _in_legacy_format(name),
             flags=("--ckpt-format", flag),
-            cpu=_IN_THE_RUN,
-            local_sgd=_IN_THE_RUN,
-            hot_switch=_IN_THE_RUN,
-            sync_service=_IN_THE_RUN,
+            **everywhere(_IN_THE_RUN),
         )
         for name, flag in (("async_save", "--async-save"), ("non_persistent_ckpt_type", "--non-persistent-ckpt-type"))
     ),
@@ -196,10 +193,7 @@ CHECKPOINT_FORMATS = (
     row(
         "--dist-ckpt-strictness return_unexpected or return_all",
         says("dist_ckpt_strictness", "return_unexpected", "return_all"),
-        cpu=_RETURNS,
-        local_sgd=_RETURNS,
-        hot_switch=_RETURNS,
-        sync_service=_RETURNS,
+        **everywhere(_RETURNS),
     ),
     row(
         "--no-ckpt-load-validate-sharding-integrity",

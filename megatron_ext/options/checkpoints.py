@@ -24,7 +24,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS_BOOKKEEPING,
     WORKERS_OTHER_WAYS,
 )
-from megatron_ext.options.row import Asked, row, says
+from megatron_ext.options.row import Asked, everywhere, row, says
 from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["CHECKPOINTS"]
@@ -150,18 +150,12 @@ CHECKPOINTS = (
     row(
         "--load-main-params-from-ckpt without --ckpt-format torch",
         lambda args: args.load_main_params_from_ckpt and args.ckpt_format != "torch",
-        cpu=_READ_IN_LOW_PRECISION,
-        local_sgd=_READ_IN_LOW_PRECISION,
-        hot_switch=_READ_IN_LOW_PRECISION,
-        sync_service=_READ_IN_LOW_PRECISION,
+        **everywhere(_READ_IN_LOW_PRECISION),
     ),
     row(
         "--load-main-params-from-ckpt without --use-distributed-optimizer",
         lambda args: args.load_main_params_from_ckpt and not args.use_distributed_optimizer,
-        cpu=_TAKES_NONE,
-        local_sgd=_TAKES_NONE,
-        hot_switch=_TAKES_NONE,
-        sync_service=_TAKES_NONE,
+        **everywhere(_TAKES_NONE),
     ),
     row(
         "--override-ckpt-iteration",
@@ -223,10 +217,7 @@ CHECKPOINTS = (
             f"--save-{what}-interval with --use-torch-fsdp2",
             _dumps_of_fsdp2(what),
             variables=(f"save_{what}_interval",),
-            cpu=_ROWS_OF_ONE_RANK,
-            local_sgd=_ROWS_OF_ONE_RANK,
-            hot_switch=_ROWS_OF_ONE_RANK,
-            sync_service=_ROWS_OF_ONE_RANK,
+            **everywhere(_ROWS_OF_ONE_RANK),
         )
         for what in ("params", "wgrads")
     ),
@@ -234,19 +225,13 @@ CHECKPOINTS = (
         "--save-wgrads-interval with --num-distributed-optimizer-instances",
         lambda args: args.save_wgrads_interval is not None and args.num_distributed_optimizer_instances > 1,
         variables=("save_wgrads_interval",),
-        cpu=_SUMS_OF_ONE_INSTANCE,
-        local_sgd=_SUMS_OF_ONE_INSTANCE,
-        hot_switch=_SUMS_OF_ONE_INSTANCE,
-        sync_service=_SUMS_OF_ONE_INSTANCE,
+        **everywhere(_SUMS_OF_ONE_INSTANCE),
     ),
     row(
         "--save-dgrads-interval without --bf16 or --fp16",
         lambda args: args.save_dgrads_interval is not None and not (args.bf16 or args.fp16),
         variables=("save_dgrads_interval",),
-        cpu=_CHANGED_IN_PLACE,
-        local_sgd=_CHANGED_IN_PLACE,
-        hot_switch=_CHANGED_IN_PLACE,
-        sync_service=_CHANGED_IN_PLACE,
+        **everywhere(_CHANGED_IN_PLACE),
     ),
     row(
         "--async-save",
@@ -267,17 +252,11 @@ CHECKPOINTS = (
     row(
         "--non-persistent-ckpt-type local",
         says("non_persistent_ckpt_type", "local"),
-        cpu=RESILIENCY,
-        local_sgd=RESILIENCY,
-        hot_switch=RESILIENCY,
-        sync_service=RESILIENCY,
+        **everywhere(RESILIENCY),
     ),
     row(
         "--non-persistent-ckpt-type in_memory",
         says("non_persistent_ckpt_type", "in_memory"),
-        cpu=_NAME_ALONE,
-        local_sgd=_NAME_ALONE,
-        hot_switch=_NAME_ALONE,
-        sync_service=_NAME_ALONE,
+        **everywhere(_NAME_ALONE),
     ),
 )

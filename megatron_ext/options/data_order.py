@@ -18,7 +18,7 @@ from megatron_ext.options.common_verdicts import (
     STRATEGIES,
     WORKERS,
 )
-from megatron_ext.options.row import differs, is_set, row, says
+from megatron_ext.options.row import differs, everywhere, is_set, row, says
 from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, tested
 
 __all__ = ["DATA_ORDER"]
@@ -80,10 +80,7 @@ DATA_ORDER = (
     ),
     row(
         "--rampup-batch-size",
-        cpu=_NO_RAMP,
-        local_sgd=_NO_RAMP,
-        hot_switch=_NO_RAMP,
-        sync_service=_NO_RAMP,
+        **everywhere(_NO_RAMP),
     ),
     row(
         "--step-batch-size-schedule",

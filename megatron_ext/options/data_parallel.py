@@ -21,7 +21,7 @@ from megatron_ext.options.common_verdicts import (
     STRATEGIES,
     WORKERS,
 )
-from megatron_ext.options.row import Asked, differs, is_set, row, says
+from megatron_ext.options.row import Asked, differs, everywhere, is_set, row, says
 from megatron_ext.options.verdict import accepted, clash, refused, tested
 
 __all__ = ["DATA_PARALLEL"]
@@ -104,10 +104,7 @@ DATA_PARALLEL = (
             and args.dist_ckpt_optim_fully_reshardable
             and args.overlap_grad_reduce
         ),
-        cpu=_LOADED_WRONGLY,
-        local_sgd=_LOADED_WRONGLY,
-        hot_switch=_LOADED_WRONGLY,
-        sync_service=_LOADED_WRONGLY,
+        **everywhere(_LOADED_WRONGLY),
     ),
     row(
         "--no-align-grad-reduce",
@@ -188,10 +185,7 @@ DATA_PARALLEL = (
         row(
             f"--num-distributed-optimizer-instances above 1 {rest}",
             _with_instances(asked),
-            cpu=verdict,
-            local_sgd=verdict,
-            hot_switch=verdict,
-            sync_service=verdict,
+            **everywhere(verdict),
         )
         for rest, asked, verdict in (
             (

@@ -19,7 +19,7 @@ from megatron_ext.options.common_verdicts import (
     UNKNOWN_TENSORS,
     WORKERS,
 )
-from megatron_ext.options.row import differs, given, is_set, row
+from megatron_ext.options.row import differs, everywhere, given, is_set, row
 from megatron_ext.options.verdict import accepted, needs_gpu, refused, tested
 
 __all__ = ["LAYER_FUNCTION"]
@@ -91,10 +91,7 @@ LAYER_FUNCTION = (
     row(
         "--qk-l2-norm with --transformer-impl local, without experts",
         _forgets_the_norm,
-        cpu=IGNORED,
-        local_sgd=IGNORED,
-        hot_switch=IGNORED,
-        sync_service=IGNORED,
+        **everywhere(IGNORED),
     ),
     row(
         "--dsa-indexer-topk",
@@ -124,10 +121,7 @@ LAYER_FUNCTION = (
     row(
         "--apply-residual-connection-post-layernorm",
         lambda args: bool(args.apply_residual_connection_post_layernorm and builds_from_config()),
-        cpu=IGNORED,
-        local_sgd=IGNORED,
-        hot_switch=IGNORED,
-        sync_service=IGNORED,
+        **everywhere(IGNORED),
         peers_share="apply_residual_connection_post_layernorm",
     ),
     row(
@@ -149,10 +143,7 @@ LAYER_FUNCTION = (
     row(
         "--openai-gelu",
         lambda args: bool(args.openai_gelu and builds_from_config()),
-        cpu=IGNORED,
-        local_sgd=IGNORED,
-        hot_switch=IGNORED,
-        sync_service=IGNORED,
+        **everywhere(IGNORED),
         peers_share="openai_gelu",
     ),
     row(
@@ -191,10 +182,7 @@ LAYER_FUNCTION = (
         "--mup-width-mult",
         differs("mup_width_mult", 1.0),
         variables=("mup_width_mult",),
-        cpu=IGNORED,
-        local_sgd=IGNORED,
-        hot_switch=IGNORED,
-        sync_service=IGNORED,
+        **everywhere(IGNORED),
         peers_share="mup_width_mult",
     ),
     row(
@@ -289,10 +277,7 @@ LAYER_FUNCTION = (
     row(
         "--init-method-xavier-uniform",
         lambda args: bool(args.init_method_xavier_uniform and builds_from_config()),
-        cpu=_NO_PLACE,
-        local_sgd=_NO_PLACE,
-        hot_switch=_NO_PLACE,
-        sync_service=_NO_PLACE,
+        **everywhere(_NO_PLACE),
     ),
     row(
         "--hybrid-override-pattern",  # the former name, which Megatron takes over when it validates

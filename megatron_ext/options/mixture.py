@@ -21,7 +21,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS,
     WORKERS_ON_TE,
 )
-from megatron_ext.options.row import Asked, Row, given, is_set, row, says
+from megatron_ext.options.row import Asked, Row, everywhere, given, is_set, row, says
 from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, tested
 
 __all__ = ["MIXTURE"]
@@ -62,10 +62,7 @@ def _grouped_with(option: str, asked: Asked, reason: str, way_out: str) -> Row:
     return row(
         f"--moe-grouped-gemm with {option}",
         lambda args: bool(args.moe_grouped_gemm and asked(args)),
-        cpu=of_each,
-        local_sgd=of_each,
-        hot_switch=of_each,
-        sync_service=of_each,
+        **everywhere(of_each),
         spes=AS_A_PEER.but("frozen experts", refusal),
     )
 
@@ -82,10 +79,7 @@ MIXTURE = (
     row(
         "--moe-shared-expert-intermediate-size with biases",
         lambda args: bool(args.num_experts and args.moe_shared_expert_intermediate_size and args.add_bias_linear),
-        cpu=_NO_SHARED_BIASES,
-        local_sgd=_NO_SHARED_BIASES,
-        hot_switch=_NO_SHARED_BIASES,
-        sync_service=_NO_SHARED_BIASES,
+        **everywhere(_NO_SHARED_BIASES),
     ),
     row(
         "--moe-router-enable-expert-bias",

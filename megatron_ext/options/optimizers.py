@@ -21,7 +21,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS,
 )
 from megatron_ext.options.optimizer_package import FAMILY
-from megatron_ext.options.row import Asked, is_set, row, says
+from megatron_ext.options.row import Asked, everywhere, is_set, row, says
 from megatron_ext.options.verdict import accepted, clash, refused, tested
 
 __all__ = ["OPTIMIZERS"]
@@ -83,34 +83,22 @@ OPTIMIZERS = (
     row(
         "--optimizer adaptive_muon",
         says("optimizer", "adaptive_muon"),
-        cpu=_NO_STEP,
-        local_sgd=_NO_STEP,
-        hot_switch=_NO_STEP,
-        sync_service=_NO_STEP,
+        **everywhere(_NO_STEP),
     ),
     row(
         "--optimizer muon and its family with --use-distributed-optimizer, or dist_muon, without --bf16",
         _layer_wise_without_bf16,
-        cpu=_NO_LAYERS_IN_FP32,
-        local_sgd=_NO_LAYERS_IN_FP32,
-        hot_switch=_NO_LAYERS_IN_FP32,
-        sync_service=_NO_LAYERS_IN_FP32,
+        **everywhere(_NO_LAYERS_IN_FP32),
     ),
     row(
         "--optimizer muon and its family with --fp16",
         lambda args: bool(_family(args) and args.fp16),
-        cpu=_NOT_IN_FP16,
-        local_sgd=_NOT_IN_FP16,
-        hot_switch=_NOT_IN_FP16,
-        sync_service=_NOT_IN_FP16,
+        **everywhere(_NOT_IN_FP16),
     ),
     row(
         "--optimizer soap with --save",
         lambda args: bool(args.optimizer == "soap" and args.save and not args.no_save_optim),
-        cpu=_NO_STATE_OF_SOAP,
-        local_sgd=_NO_STATE_OF_SOAP,
-        hot_switch=_NO_STATE_OF_SOAP,
-        sync_service=_NO_STATE_OF_SOAP,
+        **everywhere(_NO_STATE_OF_SOAP),
     ),
     row(
         "--use-precision-aware-optimizer",
@@ -143,10 +131,7 @@ OPTIMIZERS = (
     row(
         "--overlap-param-gather-with-optimizer-step without --ckpt-format torch",
         lambda args: args.overlap_param_gather_with_optimizer_step and args.ckpt_format != "torch",
-        cpu=_WITH_LEGACY_CHECKPOINTS,
-        local_sgd=_WITH_LEGACY_CHECKPOINTS,
-        hot_switch=_WITH_LEGACY_CHECKPOINTS,
-        sync_service=_WITH_LEGACY_CHECKPOINTS,
+        **everywhere(_WITH_LEGACY_CHECKPOINTS),
     ),
     row(
         "--reuse-grad-buf-for-mxfp8-param-ag",

@@ -15,7 +15,7 @@ from megatron_ext.options.common_verdicts import (
     PEERS_BUNDLE,
     STRATEGIES,
 )
-from megatron_ext.options.row import given, row, says
+from megatron_ext.options.row import everywhere, given, row, says
 from megatron_ext.options.verdict import clash, refused, tested
 
 __all__ = ["POSITIONS"]
@@ -77,10 +77,7 @@ POSITIONS = (
         "--rope-scaling-factor",
         lambda args: bool(args.rope_scaling_factor != 8.0 and builds_from_config()),
         variables=("rope_scaling_factor",),
-        cpu=IGNORED,
-        local_sgd=IGNORED,
-        hot_switch=IGNORED,
-        sync_service=IGNORED,
+        **everywhere(IGNORED),
         peers_share="rope_scaling_factor",
     ),
     row(
@@ -241,10 +238,7 @@ POSITIONS = (
     row(
         "--position-embedding-type relative",
         says("position_embedding_type", "relative"),
-        cpu=_NO_RELATIVE,
-        local_sgd=_NO_RELATIVE,
-        hot_switch=_NO_RELATIVE,
-        sync_service=_NO_RELATIVE,
+        **everywhere(_NO_RELATIVE),
         in_config=("position_embedding_type",),
     ),
     row(

@@ -26,7 +26,7 @@ from megatron_ext.options.common_verdicts import (
     SAME,
     STRATEGIES,
 )
-from megatron_ext.options.row import given, is_set, row, says
+from megatron_ext.options.row import everywhere, given, is_set, row, says
 from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["RANK_GROUPS"]
@@ -141,17 +141,11 @@ RANK_GROUPS = (
     ),
     row(
         "--lazy-mpu-init",
-        cpu=_NO_GROUPS,
-        local_sgd=_NO_GROUPS,
-        hot_switch=_NO_GROUPS,
-        sync_service=_NO_GROUPS,
+        **everywhere(_NO_GROUPS),
     ),
     row(
         "--fake-process-group",
-        cpu=_NOTHING_TRAINED,
-        local_sgd=_NOTHING_TRAINED,
-        hot_switch=_NOTHING_TRAINED,
-        sync_service=_NOTHING_TRAINED,
+        **everywhere(_NOTHING_TRAINED),
     ),
     row(
         "--context-parallel-size above 1",
@@ -234,10 +228,7 @@ RANK_GROUPS = (
     row(
         "--num-virtual-stages-per-pipeline-rank that does not divide the layers of a rank",
         _cuts_layers_unequally,
-        cpu=_UNEQUAL_CHUNKS,
-        local_sgd=_UNEQUAL_CHUNKS,
-        hot_switch=_UNEQUAL_CHUNKS,
-        sync_service=_UNEQUAL_CHUNKS,
+        **everywhere(_UNEQUAL_CHUNKS),
     ),
     row(
         "uneven pipeline stages",

@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 from megatron_ext.options.common_verdicts import AS_A_PEER
 from megatron_ext.options.verdict import CIRCUMSTANCES, FEATURES, OptionVerdict
 
-__all__ = ["Asked", "Row", "differs", "given", "is_set", "row", "says"]
+__all__ = ["Asked", "Row", "differs", "everywhere", "given", "is_set", "row", "says"]
 
 Asked = Callable[[Any], bool]
 """Whether Megatron's arguments, parsed and not yet validated, ask for an option."""
@@ -68,6 +68,20 @@ class Row:
     def is_in(self, args: Any) -> bool:
         """Return whether the release whose parser made `args` has the option."""
         return all(hasattr(args, name) for name in self.variables)
+
+
+class Verdicts(TypedDict):
+    """Arguments of `row` that are verdicts."""
+
+    cpu: OptionVerdict
+    local_sgd: OptionVerdict
+    hot_switch: OptionVerdict
+    sync_service: OptionVerdict
+
+
+def everywhere(verdict: OptionVerdict) -> Verdicts:
+    """Return the verdicts of a row that has the same one for the CPU backend and all features."""
+    return Verdicts(cpu=verdict, local_sgd=verdict, hot_switch=verdict, sync_service=verdict)
 
 
 def row(

@@ -11,7 +11,7 @@ from megatron_ext.options.common_verdicts import (
     SAME,
     WORKERS,
 )
-from megatron_ext.options.row import row
+from megatron_ext.options.row import everywhere, row
 from megatron_ext.options.verdict import refused, tested
 
 __all__ = ["RUN_CONTROL"]
@@ -50,17 +50,11 @@ RUN_CONTROL = (
     ),
     row(
         "--inprocess-restart",
-        cpu=RESILIENCY,
-        local_sgd=RESILIENCY,
-        hot_switch=RESILIENCY,
-        sync_service=RESILIENCY,
+        **everywhere(RESILIENCY),
     ),
     row(
         "--enable-ft-package",
-        cpu=RESILIENCY,
-        local_sgd=RESILIENCY,
-        hot_switch=RESILIENCY,
-        sync_service=RESILIENCY,
+        **everywhere(RESILIENCY),
     ),
     row(
         "--full-validation",
@@ -81,9 +75,6 @@ RUN_CONTROL = (
     ),
     row(
         "--adlr-autoresume",
-        cpu=_FAILS,
-        local_sgd=_FAILS,
-        hot_switch=_FAILS,
-        sync_service=_FAILS,
+        **everywhere(_FAILS),
     ),
 )
