@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from benchmarks.common import GUARDS
 
 if TYPE_CHECKING:
     import torch
@@ -19,9 +21,6 @@ __all__ = ["ATORCH", "OURS", "PENALTY", "PLAIN", "Memory", "Setting", "Times", "
 
 PLAIN, PENALTY = "plain", "penalty"
 ATORCH, OURS = "atorch", "ours"
-
-# What is switched on with the penalty; both sides' configurations have these names.
-GUARDS: dict[str, Any] = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
 
 Parameters = list[tuple[str, "torch.nn.Parameter"]]
 Round = Callable[[], object]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 __all__ = [
+    "GUARDS",
     "Case",
     "bootstrap_interval",
     "machine_and_versions",
@@ -24,6 +25,9 @@ __all__ = [
 ]
 
 DISTRIBUTIONS = ("torch", "megatron-core", "numpy")
+
+GUARDS: dict[str, Any] = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
+"""What is switched on with the penalty: fields of `LocalSGDConfig`, and of atorch's."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ from benchmarks.command_line import (
     number_above,
     require_memory,
 )
-from benchmarks.common import Case, print_table, report
+from benchmarks.common import GUARDS, Case, print_table, report
 from tests.support.distributed import run_ranks
 
 WORKERS = 4
@@ -40,7 +40,6 @@ LEAST_STEP_MS = 0.1
 """A shorter pause takes less than what is between two of them."""
 SAMPLES = 8
 """Of one step of one worker."""
-GUARD: dict[str, Any] = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +163,7 @@ def _train(method: str, plan: Plan) -> Outcome:
     averager: Any = None
     if method != "synchronous":
         averager = OuterOptimPeriodicModelAverager(
-            local_sgd_config=LocalSGDConfig(**rounds[method], **GUARD),
+            local_sgd_config=LocalSGDConfig(**rounds[method], **GUARDS),
             total_global_steps=total if method == "a_edit" else None,
         )
         averager.attach([("value", value)])

@@ -7,7 +7,9 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from benchmarks.common import GUARDS
 
 if TYPE_CHECKING:
     import torch
@@ -115,7 +117,6 @@ def rank_timings(setting: Setting) -> Measured:
     alone = [dist.new_group([member]) for member in range(world)][rank]
     torch.manual_seed(0)
     values = [torch.randn(shape).mul_(0.02) for shape in setting.shapes]
-    penalty: dict[str, Any] = {"skip_anomaly": True, "pseudo_gradnorm_reduce": True, "clip_pseudo_grad": 10.0}
     units = units_of(setting.shapes)
     engine = LocalSGD(
         [
@@ -124,7 +125,7 @@ def rank_timings(setting: Setting) -> Measured:
         ],
         units=list(dict.fromkeys(units)),
         config=LocalSGDConfig(
-            use_local_sgd=True, local_sgd_workers=world, **(penalty if setting.method == PENALTY else {})
+            use_local_sgd=True, local_sgd_workers=world, **(GUARDS if setting.method == PENALTY else {})
         ),
         outer=OuterOptimizerConfig(),
         gta=GTAConfig(),

@@ -21,18 +21,7 @@ HEAD = (
 
 def row(found: dict[str, Any]) -> str:
     """Return the row of a run."""
-    settings = found["settings"]
-    return _cells(
-        settings["seed"],
-        kind_of(settings),
-        found["rounds"],
-        found["faults"],
-        _count_of_violations([found]),
-        _goodput([found]),
-        _span([found["goodput_in_time"]], "{:.1%}"),
-        *_recovery(_seconds([found])),
-        _span([_excess(found)], "{:+.2%}"),
-    )
+    return _row_of(found["settings"]["seed"], kind_of(found["settings"]), [found])
 
 
 def last_rows(runs: Sequence[dict[str, Any]]) -> str:
@@ -42,23 +31,28 @@ def last_rows(runs: Sequence[dict[str, Any]]) -> str:
         for kind, entry in found["recovery_seconds"].items():
             by_kind[kind] += entry["all"]
     lines = [
-        _cells(
-            "all",
-            "",
-            sum(found["rounds"] for found in runs),
-            sum(found["faults"] for found in runs),
-            _count_of_violations(runs),
-            _goodput(runs),
-            _span([found["goodput_in_time"] for found in runs], "{:.1%}"),
-            *_recovery(_seconds(runs)),
-            _span([_excess(found) for found in runs], "{:+.2%}"),
-        ),
+        _row_of("all", "", runs),
         "",
         "| fault | times | median s to recover | worst s |",
         "|---|---|---|---|",
         *(_cells(kind, len(seconds), *_recovery(seconds)) for kind, seconds in sorted(by_kind.items())),
     ]
     return "\n".join(lines)
+
+
+def _row_of(seed: object, kind: str, runs: Sequence[dict[str, Any]]) -> str:
+    """Return the row of runs together."""
+    return _cells(
+        seed,
+        kind,
+        sum(found["rounds"] for found in runs),
+        sum(found["faults"] for found in runs),
+        _count_of_violations(runs),
+        _goodput(runs),
+        _span([found["goodput_in_time"] for found in runs], "{:.1%}"),
+        *_recovery(_seconds(runs)),
+        _span([_excess(found) for found in runs], "{:+.2%}"),
+    )
 
 
 def _cells(*cells: object) -> str:
