@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["Threads"]
@@ -19,7 +19,7 @@ class _Job:
     """What is to be done in a thread."""
 
     work: Callable[[], Any]
-    done: Future[Any] = field(default_factory=Future)
+    done: asyncio.Future[Any]
 
 
 class Threads:
@@ -40,7 +40,8 @@ class Threads:
         """Return what a function returns in a thread, once the caller's share leaves one."""
         job = self._submit(whose, work)
         try:
-            return await asyncio.wrap_future(job.done)
+            found: T = await job.done
+            return found
         except asyncio.CancelledError:
             # What has not begun is forgotten, with the message that it would have worked on.
             waiting = self._waiting.get(whose, {})
@@ -59,7 +60,7 @@ class Threads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, whose: Hashable, work: Callable[[], Any]) -> _Job:
-        job = _Job(work)
+        job = _Job(work, asyncio.get_running_loop().create_future())
         if self._running[whose] < self._share:
             self._start(whose, job)
         else:
@@ -67,38 +68,36 @@ class Threads:
         return job
 
     def _start(self, whose: Hashable, job: _Job) -> None:
-        loop = asyncio.get_running_loop()
         self._running[whose] += 1
+        loop = job.done.get_loop()
 
         def do() -> None:
-            try:
-                if job.done.set_running_or_notify_cancel():
-                    _fulfil(job)
-            finally:
-                with suppress(RuntimeError):  # the loop was closed meanwhile
-                    loop.call_soon_threadsafe(self._next, whose)
+            found, error = None, None
+            if not job.done.cancelled():
+                try:
+                    found = job.work()
+                except BaseException as raised:  # the caller that waits for it gets it
+                    error = raised
+            # One call: each wakes the loop through a socket, which costs about as much as a small message.
+            with suppress(RuntimeError):  # the loop was closed meanwhile
+                loop.call_soon_threadsafe(self._ended, whose, job, found, error)
 
         self._pool.submit(do)
 
-    def _next(self, whose: Hashable) -> None:
-        """Let the next one of a caller's jobs begin, now that one has ended."""
+    def _ended(self, whose: Hashable, job: _Job, found: Any, error: BaseException | None) -> None:
+        """Say how a job has ended, and let the next one of its caller begin."""
+        if not job.done.cancelled():
+            if error is None:
+                job.done.set_result(found)
+            else:
+                job.done.set_exception(error)
         self._running[whose] -= 1
         waiting = self._waiting.get(whose)
         if waiting:
-            job = next(iter(waiting))
-            del waiting[job]
-            self._start(whose, job)
+            following = next(iter(waiting))
+            del waiting[following]
+            self._start(whose, following)
         if not waiting:
             self._waiting.pop(whose, None)
         if not self._running[whose]:
             del self._running[whose]
-
-
-def _fulfil(job: _Job) -> None:
-    """Do a job, and say how it has ended."""
-    try:
-        found = job.work()
-    except BaseException as error:  # the caller that waits for it gets it
-        job.done.set_exception(error)
-    else:
-        job.done.set_result(found)

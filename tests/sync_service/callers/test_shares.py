@@ -284,6 +284,27 @@ def test_a_caller_has_half_of_the_threads_at_most_also_with_calls_that_were_canc
     asyncio.run(work())
 
 
+def test_a_job_in_a_thread_wakes_the_event_loop_once_and_its_error_reaches_who_waits(monkeypatch: pytest.MonkeyPatch):
+    """Each waking writes to a socket, and there are two jobs for every mebibyte of values."""
+
+    def fail() -> None:
+        raise Refusal("state", "not now")
+
+    async def work() -> int:
+        threads, woken = Threads(2, "test"), []
+        loop = asyncio.get_running_loop()
+        wake = loop.call_soon_threadsafe
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *args: woken.append(args) or wake(*args))
+        for number in range(5):
+            assert await threads.run("caller", lambda number=number: number) == number
+        with pytest.raises(Refusal, match="not now"):
+            await threads.run("caller", fail)
+        threads.close()
+        return len(woken)
+
+    assert asyncio.run(work()) == 6
+
+
 @pytest.mark.parametrize(
     ("name", "least"),
     [("peer_slices", 1), ("peer_waiting_calls", 1), ("health_watches", 4), ("silent_calls", 4), ("connections", 16)],
