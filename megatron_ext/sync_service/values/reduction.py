@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import torch
+
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.outer.reducer_config import GTAConfig
@@ -307,11 +309,14 @@ class Reduction:
 
 def _in_threads[T, R](work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield what comes of items, in their order; several are worked on at a time. One that fails ends the others."""
-    pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="reduction")
+    count, torchs = min(_MOST_THREADS, len(os.sched_getaffinity(0))), torch.get_num_threads()
+    # Each a core's work: a product of vectors would otherwise start as many threads again, which wait by spinning.
+    pool = ThreadPoolExecutor(count, "reduction", torch.set_num_threads, (1,))
     try:
         yield from pool.map(work, items)
     finally:
         pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(torchs)  # which is the process's, for threads that are still to begin
 
 
 def _add(squares: _Squares, spec: TensorSpec, square: float) -> None:

@@ -38,6 +38,9 @@ what is below stay far from the end of fp32, so that a round's values are always
 _LARGE_ELEMENTS = 1 << 20
 """More than that is in a block only where the peers' layouts or the outer optimizer do not let it be smaller."""
 
+_SQUARED_ELEMENTS = 1 << 16
+"""Of which the sum of squares is taken at a time."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Alone:
@@ -370,8 +373,10 @@ def _require_finite(spec: TensorSpec, values: torch.Tensor) -> None:
 
 def square_of(values: torch.Tensor) -> float:
     """Return the squared L2 norm of 1-D values, added up in fp64: the same to 1e-9 whatever the blocks."""
-    total = torch.zeros((), dtype=torch.float64)
-    for part in torch.split(values, 1 << 14):  # which stays in a processor's cache with its copy in fp64
-        wide = part.double()
-        total += wide.dot(wide)
-    return float(total)
+    # Parts that stay in a processor's cache, no smaller: between two operations the threads of a round wait for each
+    # other, for Python's lock.
+    wide, total = torch.empty(min(values.numel(), _SQUARED_ELEMENTS), dtype=torch.float64), 0.0
+    for part in torch.split(values, _SQUARED_ELEMENTS):
+        copy = wide[: part.numel()].copy_(part)
+        total += float(copy.dot(copy))
+    return total

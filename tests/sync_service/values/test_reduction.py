@@ -3,7 +3,7 @@
 
 import weakref
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -22,6 +22,7 @@ from megatron_ext.sync_service.values.decision import Decision, decide
 from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.guards import Guards
 from megatron_ext.sync_service.values.reduction import Contributor, Reduction
+from megatron_ext.sync_service.values.tensor_round import TensorMade, TensorRound
 from megatron_ext.sync_service.values.updates import EXACT, RESIDUAL
 
 CATALOG = Catalog(
@@ -232,6 +233,28 @@ def test_norms_are_over_what_a_peer_trains_and_too_large_ones_do_not_count(tmp_p
     assert outcome.norms == pytest.approx({"p0": 0.01 * 300**0.5, "p1": 0.5 * 300**0.5}, rel=1e-4)
     assert list(outcome.rejected) == ["p1"] and "max_norm is 1" in outcome.rejected["p1"]
     assert torch.equal(found["w"], near["w"])
+
+
+def test_every_thread_of_a_round_has_one_of_torchs_and_the_process_has_its_own_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A server is started without OMP_NUM_THREADS: each product of vectors would otherwise be made by a whole team."""
+    found: list[int] = []
+    make = TensorRound.make
+
+    def seen(*arguments: Any, **options: Any) -> TensorMade:
+        found.append(torch.get_num_threads())
+        return make(*arguments, **options)
+
+    monkeypatch.setattr(TensorRound, "make", seen)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        Rounds(tmp_path, NONE).make(values(1))
+        assert found == [1] * len(CATALOG)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_round_that_cannot_be_written_leaves_nothing(tmp_path: Path):
