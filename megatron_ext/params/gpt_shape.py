@@ -114,7 +114,7 @@ class GptShape:
     """Routed experts per layer; None for a dense model."""
 
     mtp_num_layers: int = 0
-    """Layers of multi-token prediction with weights of their own, on the last stage; 0 for none."""
+    """Layers of multi-token prediction with weights of their own; 0 for none."""
 
     moe_ffn_hidden_size: int | None = None
     """Inner width of one routed expert; None for ``ffn_hidden_size``."""

@@ -73,6 +73,9 @@ class Layout:
     """Decoder layers of each chunk in the model's order (chunk ``v * pp + p`` is chunk v of stage p);
     empty for an even split. ``uneven_layers`` computes it from Megatron's options."""
 
+    prediction_chunk: int | None = None
+    """The chunk in the model's order that has the layers of multi-token prediction; None for the last."""
+
     def __post_init__(self) -> None:
         """Refuse sizes that no set of ranks can have."""
         for field in ("tp", "pp", "vpp", "ep", "dp", "cp"):
@@ -93,6 +96,10 @@ class Layout:
             raise ParamsError(
                 f"layout: layers_per_chunk must have pp*vpp = {self.pp * self.vpp} entries, "
                 f"got {len(self.layers_per_chunk)}"
+            )
+        if self.prediction_chunk is not None and not 0 <= self.prediction_chunk < self.pp * self.vpp:
+            raise ParamsError(
+                f"layout: prediction_chunk must be from 0 to {self.pp * self.vpp - 1}, got {self.prediction_chunk}"
             )
 
     @property

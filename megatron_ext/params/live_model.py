@@ -140,6 +140,7 @@ def layout_of(model: Any, groups: Any, chunks: int) -> Layout:
         cp=groups.cp.size(),
         order=_order_of(groups),
         layers_per_chunk=_layers_per_chunk(model, pp, chunks),
+        prediction_chunk=_prediction_chunk(model.config, pp, chunks),
     )
 
 
@@ -183,6 +184,22 @@ def _layers_per_chunk(model: Any, pp: int, vpp: int) -> tuple[int, ...]:
         embedding_counts=config.account_for_embedding_in_pipeline_split,
         loss_counts=config.account_for_loss_in_pipeline_split,
     )
+
+
+def _prediction_chunk(config: Any, pp: int, vpp: int) -> int | None:
+    """The chunk with the layers of multi-token prediction where stages are listed: Megatron lets it be any but the
+    first.
+    """
+    stages = config.pipeline_model_parallel_layout
+    if stages is None or not config.mtp_num_layers:
+        return None
+    found = (
+        chunk * pp + stage
+        for chunk in range(vpp)
+        for stage in range(pp)
+        if any(kind.name == "mtp" for kind in stages.layout[stage][chunk])
+    )
+    return next(found, None)
 
 
 def _moe_layers(config: Any) -> tuple[bool, ...]:

@@ -12,7 +12,7 @@ from megatron_ext.params.boxes import Slice, put, slice_of, take
 from megatron_ext.params.gpt import gpt_parameters
 from megatron_ext.params.gpt_shape import GptShape
 from megatron_ext.params.layout import Coordinates, Layout
-from megatron_ext.params.tensors import EMBEDDING_UNIT, GlobalTensor, ParamsError
+from megatron_ext.params.tensors import EMBEDDING_UNIT, FINAL_NORM_UNIT, GlobalTensor, ParamsError, prediction_unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,7 @@ class Placement:
         self._stage_of_layer = {
             layer: stage for stage, layers in enumerate(self.chunk_layers) for layer in layers
         }
+        self._prediction_units = frozenset(map(prediction_unit, range(shape.mtp_num_layers)))
         experts = shape.num_moe_experts or 0
         if layout.ep > 1 and not experts:
             raise ParamsError(f"layout: ep is {layout.ep}, but the model has no experts")
@@ -132,17 +133,23 @@ class Placement:
 
         Returns:
             ``(stage, name)`` pairs: the chunk in the model's order (``v * pp + p`` is chunk v of pipeline rank
-            p), and the tensor's name there. An embedding has two where it is copied to the last chunk (tied, or
-            for multi-token prediction), its own first; every other tensor has one.
+            p), and the tensor's name there. An embedding has two where it is copied to the last chunk (tied) or
+            to that of multi-token prediction, its own first; every other tensor has one.
         """
-        last = len(self.chunk_layers) - 1
+        last, predicting = len(self.chunk_layers) - 1, self.layout.prediction_chunk
         if tensor.layer is not None:
             home = self._stage_of_layer[tensor.layer]
+        elif tensor.unit == EMBEDDING_UNIT:
+            home = 0
+        elif tensor.unit == FINAL_NORM_UNIT and self._prediction_units and not self.shape.layer_kinds:
+            home = self._stage_of_layer[self.shape.num_layers - 1]  # predictions are of what it has normed
         else:
-            home = 0 if tensor.unit == EMBEDDING_UNIT else last
+            home = predicting if predicting is not None and tensor.unit in self._prediction_units else last
+        # Tied embeddings are not laid out with predictions, which have a copy of their own.
+        copied_to = predicting if predicting is not None and self._prediction_units else last
         # On a single stage whatever else uses the embedding's weight has it at hand: there is no second copy.
-        if tensor.shared_with and last != home:
-            return ((home, tensor.name), (last, tensor.shared_with[0]))
+        if tensor.shared_with and copied_to != home:
+            return ((home, tensor.name), (copied_to, tensor.shared_with[0]))
         return ((home, tensor.name),)
 
     def expert_rank(self, tensor: GlobalTensor) -> int | None:

@@ -20,10 +20,11 @@ KINDS = {
     "stages and a codec": ("pp2", "bf16-distopt-overlap", {"local_sgd_codec": "int8"}),
     "fragments": ("pp2", "bf16", {"local_sgd_fragments": 2, "local_sgd_fragment_sync_delay": 1}),
     "experts": ("moe-ep2", "bf16-distopt", {}),
+    "a stage of its own": ("pp3-prediction", "bf16-distopt", GUARD),
 }
 
 
-@pytest.mark.parametrize("kind", one_of_each(list(KINDS), {0, 2, 3}))
+@pytest.mark.parametrize("kind", one_of_each(list(KINDS), {0, 2, 3, 4}))
 def test_workers_are_equal_after_a_round_and_a_run_resumes_bit_for_bit(tmp_path, kind):
     layout, precision, extra = KINDS[kind]
     options = {**MTP, **extra}

@@ -71,7 +71,11 @@ def build_gpt(
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_decoder_block_spec,
+        get_gpt_decoder_layer_specs,
+        get_gpt_mtp_block_spec,
+    )
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
@@ -113,12 +117,16 @@ def build_gpt(
         vp_stage = chunk if vpp else None
         where = {"vp_stage": vp_stage, "pp_rank": stage}
         layers = get_gpt_decoder_block_spec(config, False, normalization=config.normalization, **where)
-        predicts = bool(config.mtp_num_layers)
+        predictors = None
+        if config.mtp_num_layers:
+            # A stage may have predictors alone, without a layer of the decoder to make them like.
+            last_layer = get_gpt_decoder_layer_specs(config, False, normalization=config.normalization)[-1]
+            predictors = get_gpt_mtp_block_spec(config, last_layer, False, **where)
         chunks.append(
             GPTModel(
                 config,
                 layers,
-                mtp_block_spec=get_gpt_mtp_block_spec(config, layers, False, **where) if predicts else None,
+                mtp_block_spec=predictors,
                 vocab_size=vocabulary,
                 max_sequence_length=sequence,
                 pre_process=stage == 0 and chunk == 0,

@@ -165,6 +165,7 @@ def test_the_shards_of_a_bucket_own_every_element_exactly_once(data: st.DataObje
         ({"vpp": 2}, "interleaving needs pp > 1"),
         ({"order": "tp-dp-pp"}, "order must name tp, cp, ep, dp and pp once each"),
         ({"ep": 3, "dp": 2}, "2 ranks .* cannot be divided by .* 3"),
+        ({"pp": 2, "prediction_chunk": 2}, "prediction_chunk must be from 0 to 1, got 2"),
         ({"pp": 2, "layers_per_chunk": (1,)}, "layers_per_chunk must have pp\\*vpp = 2 entries"),
     ],
 )

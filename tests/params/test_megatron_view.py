@@ -88,6 +88,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "tied": True,
     },
     "multi-token prediction": {"tp": 2, "pp": 2, "mtp_num_layers": 2, **SWIGLU_GQA},
+    "multi-token prediction on a stage of its own": {
+        "world": 6,
+        "tp": 2,
+        "pp": 3,
+        "mtp_num_layers": 2,
+        "num_layers": 2,
+        "pipeline_model_parallel_layout": "Ett|mm|L",
+    },
+    "multi-token prediction on the last stage without layers": {
+        "pp": 2,
+        "mtp_num_layers": 1,
+        "num_layers": 2,
+        "pipeline_model_parallel_layout": "Ett|mL",
+    },
     "multi-token prediction of a tied model on one stage": {"tp": 2, "mtp_num_layers": 1, "tied": True},
     "multi-token prediction by one repeated layer with experts": {
         "pp": 2,

@@ -153,6 +153,11 @@ LAYOUTS: Mapping[str, Layout] = MappingProxyType(
                 },
             ),
             Layout(
+                name="pp3-prediction",  # multi-token prediction in a stage of its own
+                model_parallel_size=3,
+                options={"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Ett|m|L"},
+            ),
+            Layout(
                 name="tp2-pp2",
                 model_parallel_size=4,
                 options={"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2},
