@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron.core import num_microbatches_calculator
+
 from megatron_ext.options import asks_to_switch
 
-__all__ = ["batch_size_problem"]
+__all__ = ["batch_size_problem", "schedule_problem"]
 
 
 def batch_size_problem(args: Any) -> str | None:
@@ -30,6 +32,27 @@ def batch_size_problem(args: Any) -> str | None:
     evaluated = (getattr(args, f"eval_{name}_batch_size", None) for name in ("global", "micro"))
     batch, micro = (own or other for own, other in zip(evaluated, of_steps, strict=True))
     return _problem("eval-", batch, micro, replicas) if hasattr(args, "eval_global_batch_size") else None
+
+
+def schedule_problem(args: Any) -> str | None:
+    """Return why Megatron cannot read the schedule of batch sizes, which it does after all arguments are taken.
+
+    Args:
+        args: Megatron's arguments as parsed.
+    """
+    # Releases before 0.19 have no schedules.
+    calculator = getattr(num_microbatches_calculator, "StepBatchsizeNumMicroBatchesCalculator", None)
+    schedule = getattr(args, "step_batch_size_schedule", None)
+    if calculator is None or schedule is None or args.seq_length is None:
+        return None
+    try:
+        calculator(1, 1, False, -1, schedule, args.seq_length)
+    except (AssertionError, ValueError) as error:
+        return (
+            f"--step-batch-size-schedule {schedule!r}: {error}; give pairs of a threshold in tokens, the first 0 and "
+            f"each a sequence ({args.seq_length}) or more above the one before, and a batch size, such as '0:4 64K:8'"
+        )
+    return None
 
 
 def _problem(which: str, batch: int | None, micro: int | None, replicas: int) -> str | None:

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_ext.batch_size import batch_size_problem
+from megatron_ext.batch_size import batch_size_problem, schedule_problem
 from tests.hot_switch.runs import arguments as hot_arguments
 from tests.local_sgd.runs import arguments as local_arguments
 from tests.support.presets import toy_gpt
@@ -50,6 +50,23 @@ SIZES = {
 def test_a_batch_that_cannot_be_dealt_out_is_refused_with_those_that_can(sizes, said):
     problem = batch_size_problem(SimpleNamespace(**{**SIZES, **sizes}))
     assert problem is None if said is None else said in problem
+
+
+@pytest.mark.parametrize(
+    ("schedule", "said"),
+    [
+        (None, None),
+        ("0:4 32:8", None),
+        ("0:4 12:6", "thresholds must be strictly increasing, got 0 before 0; give pairs of a threshold in tokens"),
+        ("32:4", "first schedule entry must have threshold 0, got 1; give pairs"),
+        ("4", "Invalid schedule entry \"4\""),
+        ("0:x", "could not convert"),
+        ("", "at least one entry"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read_is_refused_by_its_flag(schedule, said):
+    problem = schedule_problem(SimpleNamespace(step_batch_size_schedule=schedule, seq_length=32))
+    assert problem is None if said is None else said in problem and "--step-batch-size-schedule" in problem
 
 
 RUNS = {

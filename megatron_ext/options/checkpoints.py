@@ -73,6 +73,7 @@ _ROWS_OF_ONE_RANK = refused(
     "Megatron dumps of parameters the rows that one rank has, and of gradients none",
     "save checkpoints instead, or drop one of them",
 )
+_NO_FOLDER = refused("Megatron dumps into the folder of --save", "give --save, or drop it")
 _SUMS_OF_ONE_INSTANCE = refused(
     "Megatron adds up the gradients of all instances in the part alone that a rank's optimizer reads, so that the rest "
     "of a dump is of one instance",
@@ -80,6 +81,10 @@ _SUMS_OF_ONE_INSTANCE = refused(
 )
 _HOT_DUMPS = tested(f"{STRATEGIES}test_checkpoints.py::test_dumps_have_the_gradients_of_all_strategies")
 _NAME_ALONE = refused("Megatron 0.19 has no such checkpoints, but the name", "use --non-persistent-ckpt-type global")
+
+
+def _dumps_nowhere(what: str) -> Asked:
+    return lambda args: getattr(args, f"save_{what}_interval") is not None and args.save is None
 
 
 def _dumps_of_fsdp2(what: str) -> Asked:
@@ -220,6 +225,15 @@ CHECKPOINTS = (
             **everywhere(_ROWS_OF_ONE_RANK),
         )
         for what in ("params", "wgrads")
+    ),
+    *(
+        row(
+            f"--save-{what}-interval without --save",
+            _dumps_nowhere(what.replace("-", "_")),
+            variables=(f"save_{what.replace('-', '_')}_interval",),
+            **everywhere(_NO_FOLDER),
+        )
+        for what in ("params", "wgrads", "activations", "dgrads", "tokens-per-expert")
     ),
     row(
         "--save-wgrads-interval with --num-distributed-optimizer-instances",

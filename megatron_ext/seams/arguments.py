@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from megatron_ext import async_save
-from megatron_ext.batch_size import batch_size_problem
+from megatron_ext.batch_size import batch_size_problem, schedule_problem
 from megatron_ext.config_options import argument_of, choices_of
 from megatron_ext.errors import UserError, combine, report, said_elsewhere
 from megatron_ext.hooks import LoadContext, hooks
@@ -178,7 +178,8 @@ def _wrap_validate(
     def validate_args(args: Any, *rest: Any, **kwargs: Any) -> Any:
         hooks.complete_arguments(args)
         problems = [problem for feature in hooks.features for problem in feature.validate(args)]
-        others = (async_save.missing_writer(args), missing_optimizers(args), batch_size_problem(args))
+        sizes = (batch_size_problem(args), schedule_problem(args))
+        others = (async_save.missing_writer(args), missing_optimizers(args), *sizes)
         problems += [problem for problem in others if problem is not None]
         if problems:
             raise combine(problems, "arguments")
