@@ -119,12 +119,21 @@ class ServiceSetup:
         return self.training.seconds(self.parameters, self.peers.peer_gpus)
 
     def advice(self, found: SimulatedRun) -> list[str]:
-        """Return what should be changed, in one sentence, where most contributions of a run are for nothing."""
+        """Return what to know of a run: that it makes more steps than were asked for, what most contributions lack."""
+        said = []
+        steps, interval = self.training.steps, self.service.sync_service_interval
+        if interval is not None and steps % interval:
+            whole = -(-steps // interval)
+            said.append(
+                f"{steps} steps are not whole intervals of {interval}: the run ends with round {whole}, after "
+                f"{whole * interval} steps of a peer that loses none"
+            )
         if found.too_late is None or found.too_late <= 0.5:
-            return []
+            return said
         return [
+            *said,
             f"{found.too_late:.0%} of the contributions come too late to count, and what their peers trained is lost: "
-            f"give {more_that_count(self.run_config.policy)}"
+            f"give {more_that_count(self.run_config.policy)}",
         ]
 
     def run(self) -> SimulatedRun:

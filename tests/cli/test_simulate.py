@@ -218,6 +218,7 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
     ("words", "said"),
     [
         (["--spes-num-train-experts-per-node", "2"], "-node is of experts that owners train, which are not simulated"),
+        (["--spes-config", "x"], "--spes-config is of experts that owners train, which are not simulated; drop it"),
         (["--merge-alpha-start", "0.05"], "--merge-alpha-start is of experts that owners train, which are not"),
         (["--shards", "a:1", "b:1"], "--shards is of a run at several servers, which are not simulated; drop it, or"),
         (["--sync-steps", "5"], "--sync-steps is --sync-service-interval here; give that"),

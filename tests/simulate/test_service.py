@@ -100,6 +100,18 @@ def test_asynchronous_peers_wait_for_nobody():
     assert stale.time["lost"] >= 100 * (made - 40) / 4
 
 
+def test_a_run_of_no_whole_number_of_intervals_says_how_many_steps_it_makes():
+    setup = setup_of(steps=150)
+    run = setup.run()
+    assert run.worker_steps == 4 * 200
+    (said,) = setup.advice(run)
+    assert said == (
+        "150 steps are not whole intervals of 100: the run ends with round 2, after 200 steps of a peer that loses none"
+    )
+    whole = setup_of(steps=200)
+    assert whole.advice(whole.run()) == []
+
+
 def test_a_run_whose_contributions_come_too_late_says_what_to_change_and_ends(monkeypatch):
     of_eight = {"peers": 8, "jitter": 0.1}
     setup = setup_of(peers=of_eight, server={"rounds": "asynchronous", "max_staleness": 1})

@@ -27,6 +27,8 @@ _REASONS = {
 
 _OF_EXPERTS = "is of experts that owners train, which are not simulated; drop it"
 
+_BEGIN_SPES = ("--spes-config", "--using-spes")
+
 _OF_THE_RUN = {
     "shards": "is of a run at several servers, which are not simulated; drop it, or give what they reach together as "
     "--server-bandwidth and --reduction",
@@ -58,7 +60,8 @@ def why_refused(word: str) -> str | None:
     if not word.startswith("--"):
         return None
     option = word.partition("=")[0]
-    if option in {flag_of(entry) for entry in fields(SpesConfig) if WITHOUT_FLAG not in entry.metadata}:
+    of_spes = {flag_of(entry) for entry in fields(SpesConfig) if WITHOUT_FLAG not in entry.metadata}
+    if option in {*_BEGIN_SPES, *of_spes}:
         return f"{option} {_OF_EXPERTS}"
     name = option.removeprefix("--").replace("-", "_")
     if name in _OF_THE_RUN:

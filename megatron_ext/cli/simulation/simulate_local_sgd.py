@@ -40,7 +40,7 @@ _REASONS = {
     "sync_in_forward": "lets rounds overlap with the forward pass, which is not simulated; drop it",
     "cpu_offload": "takes a worker's own time in a round; give that time as --round-work",
     "local_sgd_replay_meetings": "meets as another run did, and here the simulated clock decides; drop it",
-    "reducer": "is not simulated, but the way of a mean of all workers' pseudo-gradients; drop it",
+    "reducer": "is not simulated: rounds exchange what a mean of all workers' pseudo-gradients needs; drop it",
 }
 
 
