@@ -12,11 +12,13 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import os
 import signal
 from collections.abc import Callable
+from multiprocessing.managers import SyncManager
 from typing import Any
 
-from megatron_ext.async_save.writer_process import MCORE, NVRX, Loop, WriterLoops
+from megatron_ext.async_save.writer_process import MCORE, NVRX, Loop, WriterLoops, end_with
 from megatron_ext.async_save.writer_watch import WatchedQueue, Writer, allow_open_files, newest_whole
 from megatron_ext.errors import UserError
 from megatron_ext.extras import pip_install_extra
@@ -155,7 +157,8 @@ def _writer_patches(
             target=f"{upstream.queue_module}:get_write_results_queue",
             wrap=_wrap_queue,
             parameters=("mp_mode",),
-            reason="a signal to all processes must not end the one that holds the queue of what writers report",
+            reason="a signal to all processes must not end the one that holds the queue of what writers report, and it "
+            "ends with its rank, however that ends",
         ),
         Patch(
             name=f"async-save/{strategy}-writer",
@@ -251,9 +254,13 @@ def _wrap_queue(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
         # A process begins with the signals blocked that its parent has blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+        start = SyncManager.start
+        # The process begins with what a manager is given to begin with, and Megatron gives it nothing.
+        setattr(SyncManager, "start", functools.partialmethod(start, end_with, (os.getpid(),)))  # noqa: B010  # for mypy
         try:
             return original(*args, **kwargs)
         finally:
+            setattr(SyncManager, "start", start)  # noqa: B010  # for mypy
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     return get_write_results_queue

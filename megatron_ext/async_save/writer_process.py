@@ -10,15 +10,17 @@ from __future__ import annotations
 import importlib
 import multiprocessing
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.async_save.writer_watch import allow_open_files
 
-__all__ = ["LOOPS", "MCORE", "NVRX", "Loop", "WriterLoops", "mcore_loop", "nvrx_loop"]
+__all__ = ["LOOPS", "MCORE", "NVRX", "Loop", "WriterLoops", "end_with", "mcore_loop", "nvrx_loop"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +108,8 @@ def _obey_the_rank_alone(release: Callable[[], None]) -> None:
     # Blocked, it waits for the thread below, whatever handler the loop sets.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     threading.Thread(target=_end_on_the_ranks_signal, args=(rank, release), daemon=True).start()
-    threading.Thread(target=_end_with_the_rank, args=(rank,), daemon=True).start()
+    assert rank.pid is not None
+    end_with(rank.pid)
 
 
 def _end_on_the_ranks_signal(rank: Any, release: Callable[[], None]) -> None:
@@ -116,6 +119,17 @@ def _end_on_the_ranks_signal(rank: Any, release: Callable[[], None]) -> None:
     os._exit(128 + signal.SIGTERM)
 
 
-def _end_with_the_rank(rank: Any) -> None:
-    rank.join()
+def end_with(rank: int) -> None:
+    """Let this process end when a rank ends, however that ends.
+
+    Args:
+        rank: its process id.
+    """
+    threading.Thread(target=_end_when_gone, args=(rank,), daemon=True).start()
+
+
+def _end_when_gone(rank: int) -> None:
+    # The rank itself is watched, not a pipe to it: processes that were forked from it hold the pipe's other end open.
+    with suppress(ProcessLookupError):  # it has ended already
+        select.select([os.pidfd_open(rank)], [], [])
     os._exit(1)

@@ -4,6 +4,7 @@
 import os
 import signal
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -98,6 +99,28 @@ def test_a_rank_killed_before_the_checkpoint_is_whole_leaves_the_one_before_and_
     assert (folder / "iter_0000006").exists()
     resumed = local_run("single", "fp32", workers=2, **{**options, "save": None, "load": str(folder)})
     assert resumed[0].record.steps[0].iteration == 4
+
+
+QUEUE_OF_A_RANK = """
+import multiprocessing, sys, time
+
+from megatron_ext.async_save.seam import _wrap_queue
+
+queue = _wrap_queue(lambda: multiprocessing.get_context(sys.argv[1]).Manager().Queue())()
+print(multiprocessing.active_children()[0].pid, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+def test_the_process_with_what_writers_report_ends_when_its_rank_is_killed(method):
+    rank = subprocess.Popen([sys.executable, "-c", QUEUE_OF_A_RANK, method], stdout=subprocess.PIPE, text=True)
+    with rank:
+        assert rank.stdout is not None
+        process = int(rank.stdout.readline())
+        assert is_running(process)
+        rank.kill()
+    until(lambda: not is_running(process), "the process to end", seconds=20)
 
 
 def tell_everyone_to_end_twice():
