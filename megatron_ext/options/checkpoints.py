@@ -83,13 +83,8 @@ _HOT_DUMPS = tested(f"{STRATEGIES}test_checkpoints.py::test_dumps_have_the_gradi
 _NAME_ALONE = refused("Megatron 0.19 has no such checkpoints, but the name", "use --non-persistent-ckpt-type global")
 
 
-def _dumps_nowhere(what: str) -> Asked:
-    return lambda args: getattr(args, f"save_{what}_interval") is not None and args.save is None
-
-
-def _dumps_of_fsdp2(what: str) -> Asked:
-    name = f"save_{what}_interval"
-    return lambda args: getattr(args, name) is not None and args.use_torch_fsdp2
+def _dumps(variable: str, asked: Asked) -> Asked:
+    return lambda args: getattr(args, variable) is not None and bool(asked(args))
 
 
 CHECKPOINTS = (
@@ -220,7 +215,7 @@ CHECKPOINTS = (
     *(
         row(
             f"--save-{what}-interval with --use-torch-fsdp2",
-            _dumps_of_fsdp2(what),
+            _dumps(f"save_{what}_interval", lambda args: args.use_torch_fsdp2),
             variables=(f"save_{what}_interval",),
             **everywhere(_ROWS_OF_ONE_RANK),
         )
@@ -228,22 +223,25 @@ CHECKPOINTS = (
     ),
     *(
         row(
-            f"--save-{what}-interval without --save",
-            _dumps_nowhere(what.replace("-", "_")),
-            variables=(f"save_{what.replace('-', '_')}_interval",),
+            f"--{variable.replace('_', '-')} without --save",
+            _dumps(variable, lambda args: args.save is None),
+            variables=(variable,),
             **everywhere(_NO_FOLDER),
         )
-        for what in ("params", "wgrads", "activations", "dgrads", "tokens-per-expert")
+        for variable in (
+            *("save_params_interval", "save_wgrads_interval", "save_activations_interval", "save_dgrads_interval"),
+            "save_tokens_per_expert_interval",
+        )
     ),
     row(
         "--save-wgrads-interval with --num-distributed-optimizer-instances",
-        lambda args: args.save_wgrads_interval is not None and args.num_distributed_optimizer_instances > 1,
+        _dumps("save_wgrads_interval", lambda args: args.num_distributed_optimizer_instances > 1),
         variables=("save_wgrads_interval",),
         **everywhere(_SUMS_OF_ONE_INSTANCE),
     ),
     row(
         "--save-dgrads-interval without --bf16 or --fp16",
-        lambda args: args.save_dgrads_interval is not None and not (args.bf16 or args.fp16),
+        _dumps("save_dgrads_interval", lambda args: not (args.bf16 or args.fp16)),
         variables=("save_dgrads_interval",),
         **everywhere(_CHANGED_IN_PLACE),
     ),

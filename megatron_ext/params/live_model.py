@@ -170,11 +170,7 @@ def _layers_per_chunk(model: Any, pp: int, vpp: int) -> tuple[int, ...]:
         return tuple(map(len, segments))
     stages = config.pipeline_model_parallel_layout
     if stages is not None:
-        return tuple(
-            sum(kind.name == "decoder" for kind in stages.layout[stage][chunk])
-            for chunk in range(vpp)
-            for stage in range(pp)
-        )
+        return tuple(kinds.count("decoder") for kinds in _listed_kinds(stages, pp, vpp))
     return uneven_layers(
         config.num_layers,
         pp=pp,
@@ -193,13 +189,12 @@ def _prediction_chunk(config: Any, pp: int, vpp: int) -> int | None:
     stages = config.pipeline_model_parallel_layout
     if stages is None or not config.mtp_num_layers:
         return None
-    found = (
-        chunk * pp + stage
-        for chunk in range(vpp)
-        for stage in range(pp)
-        if any(kind.name == "mtp" for kind in stages.layout[stage][chunk])
-    )
-    return next(found, None)
+    return next((place for place, kinds in enumerate(_listed_kinds(stages, pp, vpp)) if "mtp" in kinds), None)
+
+
+def _listed_kinds(stages: Any, pp: int, vpp: int) -> list[list[str]]:
+    """The kinds of the layers of each chunk, in the model's order, where stages are listed."""
+    return [[kind.name for kind in stages.layout[stage][chunk]] for chunk in range(vpp) for stage in range(pp)]
 
 
 def _moe_layers(config: Any) -> tuple[bool, ...]:

@@ -89,6 +89,9 @@ class Placement:
             layer: stage for stage, layers in enumerate(self.chunk_layers) for layer in layers
         }
         self._prediction_units = frozenset(map(prediction_unit, range(shape.mtp_num_layers)))
+        self._prediction_stage = len(self.chunk_layers) - 1
+        if self._prediction_units and layout.prediction_chunk is not None:
+            self._prediction_stage = layout.prediction_chunk
         experts = shape.num_moe_experts or 0
         if layout.ep > 1 and not experts:
             raise ParamsError(f"layout: ep is {layout.ep}, but the model has no experts")
@@ -136,17 +139,18 @@ class Placement:
             p), and the tensor's name there. An embedding has two where it is copied to the last chunk (tied) or
             to that of multi-token prediction, its own first; every other tensor has one.
         """
-        last, predicting = len(self.chunk_layers) - 1, self.layout.prediction_chunk
         if tensor.layer is not None:
             home = self._stage_of_layer[tensor.layer]
         elif tensor.unit == EMBEDDING_UNIT:
             home = 0
         elif tensor.unit == FINAL_NORM_UNIT and self._prediction_units and not self.shape.layer_kinds:
             home = self._stage_of_layer[self.shape.num_layers - 1]  # predictions are of what it has normed
+        elif tensor.unit in self._prediction_units:
+            home = self._prediction_stage
         else:
-            home = predicting if predicting is not None and tensor.unit in self._prediction_units else last
-        # Tied embeddings are not laid out with predictions, which have a copy of their own.
-        copied_to = predicting if predicting is not None and self._prediction_units else last
+            home = len(self.chunk_layers) - 1
+        # Tied embeddings, whose copy is on the last stage, are not laid out with predictions over several stages.
+        copied_to = self._prediction_stage
         # On a single stage whatever else uses the embedding's weight has it at hand: there is no second copy.
         if tensor.shared_with and copied_to != home:
             return ((home, tensor.name), (copied_to, tensor.shared_with[0]))

@@ -128,13 +128,12 @@ class ServiceSetup:
                 f"{steps} steps are not whole intervals of {interval}: the run ends with round {whole}, after "
                 f"{whole * interval} steps of a peer that loses none"
             )
-        if found.too_late is None or found.too_late <= 0.5:
-            return said
-        return [
-            *said,
-            f"{found.too_late:.0%} of the contributions come too late to count, and what their peers trained is lost: "
-            f"give {more_that_count(self.run_config.policy)}",
-        ]
+        if found.too_late is not None and found.too_late > 0.5:
+            said.append(
+                f"{found.too_late:.0%} of the contributions come too late to count, and what their peers trained is "
+                f"lost: give {more_that_count(self.run_config.policy)}"
+            )
+        return said
 
     def run(self) -> SimulatedRun:
         """Return what becomes of the run."""
