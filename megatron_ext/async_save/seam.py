@@ -26,7 +26,7 @@ from megatron_ext.hooks import CutsWorkers, hooks
 from megatron_ext.patching import Patch
 from megatron_ext.run_options import run_options
 
-__all__ = ["RESILIENCY_VERSIONS", "is_asked", "missing_writer", "patches", "unused"]
+__all__ = ["RESILIENCY_VERSIONS", "ending_with_its_rank", "is_asked", "missing_writer", "patches", "unused"]
 
 RESILIENCY_VERSIONS = ">=0.6"
 """Releases of nvidia-resiliency-ext that Megatron 0.19 takes."""
@@ -155,7 +155,7 @@ def _writer_patches(
         Patch(
             name=f"async-save/{strategy}-answers",
             target=f"{upstream.queue_module}:get_write_results_queue",
-            wrap=_wrap_queue,
+            wrap=ending_with_its_rank,
             parameters=("mp_mode",),
             reason="a signal to all processes must not end the one that holds the queue of what writers report, and it "
             "ends with its rank, however that ends",
@@ -249,7 +249,12 @@ def _wrap_decide(original: Callable[..., Any]) -> Callable[..., Any]:
     return checkpoint_and_decide_exit
 
 
-def _wrap_queue(original: Callable[..., Any]) -> Callable[..., Any]:
+def ending_with_its_rank(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap Megatron's `get_write_results_queue`: the process that holds the queue ends when this rank does.
+
+    It leaves SIGTERM to the rank.
+    """
+
     @functools.wraps(original)
     def get_write_results_queue(*args: Any, **kwargs: Any) -> Any:
         # A process begins with the signals blocked that its parent has blocked.

@@ -104,9 +104,9 @@ def test_a_rank_killed_before_the_checkpoint_is_whole_leaves_the_one_before_and_
 QUEUE_OF_A_RANK = """
 import multiprocessing, sys, time
 
-from megatron_ext.async_save.seam import _wrap_queue
+from megatron_ext.async_save.seam import ending_with_its_rank
 
-queue = _wrap_queue(lambda: multiprocessing.get_context(sys.argv[1]).Manager().Queue())()
+queue = ending_with_its_rank(lambda: multiprocessing.get_context(sys.argv[1]).Manager().Queue())()
 print(multiprocessing.active_children()[0].pid, flush=True)
 time.sleep(100)
 """

@@ -71,11 +71,14 @@ def _run_script(script: str, arguments: tuple[str, ...], patch: PatchMode) -> No
 def _start_writer_queue() -> None:
     """Start the process of Megatron's checkpoint queue now and by forking.
 
-    Megatron would spawn it at the first save, and a spawned process imports torch and Megatron again.
+    Megatron would spawn it at the first save, and a spawned process imports torch and Megatron again. It would outlive
+    a rank that is killed, and keep the output open that the rank writes to.
     """
     from megatron.core.dist_checkpointing.strategies.filesystem_async import get_write_results_queue
 
-    get_write_results_queue(mp_mode="fork")
+    from megatron_ext.async_save.seam import ending_with_its_rank
+
+    ending_with_its_rank(get_write_results_queue)(mp_mode="fork")
 
 
 def _activate_backend_only() -> None:
