@@ -22,6 +22,26 @@ _NAMES = (
 )
 
 
+class RetainInterval(int):
+    """`--save-retain-interval`, of which Megatron asks whether it divides the iteration of an earlier checkpoint.
+
+    Elsewhere, and in checkpoints, it is the number that was given.
+    """
+
+    def __init__(self, value: int) -> None:
+        """Begin without a checkpoint that may be deleted; those of an earlier run stay."""
+        self.passing: set[int] = set()
+        """The iterations of checkpoints that the next one replaces."""
+
+    def __rmod__(self, iteration: int) -> int:
+        """Return 0 for a checkpoint that stays."""
+        return int(iteration in self.passing)
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        """Be a plain number where Megatron's arguments are written."""
+        return int, (int(self),)
+
+
 class SampleIntervals:
     """The intervals that the command line gives."""
 
@@ -29,6 +49,9 @@ class SampleIntervals:
         """Take them from Megatron's arguments."""
         self._args = args
         self._given = {name: getattr(args, name) for name in _NAMES if getattr(args, name, None)}
+        self._retained = RetainInterval(args.save_retain_interval) if args.save_retain_interval else None
+        if self._retained is not None:
+            args.save_retain_interval = self._retained
         self._logged = 0
         self.since_line = 0
         """Iterations since the last line of the log, after `arm`."""
@@ -50,6 +73,9 @@ class SampleIntervals:
             if last and name == "save_interval":
                 is_due = iterations % interval == 0
             setattr(self._args, name, iterations if is_due else iterations + 1)
+            if name == "save_interval" and self._retained is not None and is_due:
+                stays = after // int(self._retained) > before // int(self._retained)
+                self._retained.passing |= set() if stays else {iterations}
             if name == "log_interval":
                 self.since_line = iterations - self._logged
                 self._logged = iterations if is_due else self._logged

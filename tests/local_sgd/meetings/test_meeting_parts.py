@@ -2,6 +2,7 @@
 """The parts of meetings in Megatron's loop that need no run."""
 
 import argparse
+import pickle
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.meetings.config import MeetingsConfig, read_meetings
 from megatron_ext.local_sgd.meetings.counts import MeetingRecorder, data_places
-from megatron_ext.local_sgd.meetings.sample_intervals import SampleIntervals
+from megatron_ext.local_sgd.meetings.sample_intervals import RetainInterval, SampleIntervals
 from megatron_ext.seams.logging import average_layer_metrics
 from megatron_ext.seams.samples import RepeatedSamples
 from megatron_ext.seams.training import joined_steps
@@ -39,7 +40,9 @@ def test_a_walk_continues_where_it_was_and_with_other_workers_where_the_furthest
 
 
 def test_an_interval_is_due_at_the_first_meeting_past_its_multiple():
-    args = argparse.Namespace(log_interval=3, save_interval=None, eval_interval=2, exit_interval=0)
+    args = argparse.Namespace(
+        log_interval=3, save_interval=None, save_retain_interval=None, eval_interval=2, exit_interval=0
+    )
     intervals = SampleIntervals(args)
     due = []
     for iteration, (before, after) in enumerate([(0, 2), (2, 3), (3, 3), (3, 8)], 1):
@@ -50,13 +53,21 @@ def test_an_interval_is_due_at_the_first_meeting_past_its_multiple():
 
 
 def test_the_last_checkpoint_is_saved_once_by_the_loop_or_after_it():
-    args = argparse.Namespace(save_interval=4)
+    args = argparse.Namespace(save_interval=4, save_retain_interval=None)
     intervals = SampleIntervals(args)
     # After the loop Megatron saves where the interval that was given does not divide the iterations.
     intervals.arm(4, 4, 6, last=True)
     assert 4 % args.save_interval == 0
     intervals.arm(5, 6, 8, last=True)
     assert 5 % args.save_interval != 0
+
+
+def test_a_retain_interval_is_the_number_that_was_given_but_where_megatron_asks_which_checkpoint_goes():
+    interval = RetainInterval(200)
+    interval.passing.add(3)
+    assert 3 % interval != 0 and 4 % interval == 0
+    assert interval == 200 and interval // 100 == 2 and f"{interval}" == "200"
+    assert type(pickle.loads(pickle.dumps(interval))) is int
 
 
 def test_an_iteration_of_several_steps_has_the_mean_of_those_that_were_made():

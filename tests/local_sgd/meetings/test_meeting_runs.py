@@ -9,6 +9,7 @@ import torch
 
 from tests.local_sgd.runs import arguments, local_run, model_digests, same_state, worker_slices
 from tests.support.pretrain import as_worker, run_pretrain
+from tests.support.slow_writer import ASYNC, start_writers_at_once
 
 STEPS = [[1, 2], [3, 1], [2, 1], [1, 1]]
 """Of two workers: 12 in all, which are the samples of 6 iterations."""
@@ -107,6 +108,15 @@ def test_log_evaluation_and_saves_come_at_the_first_meeting_past_their_sample(tm
     said = "".join(rank.stdout for rank in ranks)
     assert re.findall(r"validation loss at iteration (\d+) \|", said) == ["2", "4"]
     assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == ["iter_0000003", "iter_0000004"]
+
+
+@pytest.mark.parametrize("writing", [{}, ASYNC], ids=["in the step", "beside the steps"])
+def test_checkpoints_at_multiples_of_the_retain_interval_in_samples_stay(tmp_path, writing):
+    # Global batches after the meetings: 2, 3, 4, 5 and 6.
+    options = by_time(tmp_path, [[2, 2], [1, 1], [1, 1], [1, 1], [1, 1]], save=str(tmp_path / "saved"), **writing)
+    run = arguments("single", "fp32", workers=2, **options, save_interval=1, save_retain_interval=2)
+    run_pretrain(run, 2, before=start_writers_at_once)
+    assert sorted(path.name for path in (tmp_path / "saved").glob("iter_*")) == [f"iter_000000{n}" for n in (1, 3, 5)]
 
 
 @pytest.mark.slow
