@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
@@ -41,6 +42,17 @@ def patch_megatron(backend: Backend = "auto") -> None:
         UserError: the installed Megatron is of a release that was not tested; `backend` is none of the three, or not
             the one that is in force; another package's feature cannot be used.
     """
+    from megatron_ext.errors import UserError, in_one_line
+
+    try:
+        _patch_megatron(backend)
+    except UserError:
+        # It ends the script that does not catch it, and the patch that shows such errors is not there, or gone again.
+        sys.excepthook = in_one_line(sys.excepthook)
+        raise
+
+
+def _patch_megatron(backend: Backend) -> None:
     from megatron_ext.errors import UserError
     from megatron_ext.hooks import hooks
 

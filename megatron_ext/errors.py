@@ -3,17 +3,23 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
+from collections.abc import Callable
+from types import TracebackType
 from typing import Any
 
-__all__ = ["UserError", "combine", "report", "said_elsewhere"]
+__all__ = ["UserError", "combine", "in_one_line", "report", "said_elsewhere"]
 
 # How long a process waits for the first one of its node to say the same. The launcher ends the whole job at the first
 # exit: earlier it would cut off the one that prints; and who is still there afterwards is alone with the error.
 _GRACE_SECONDS = 2.0
 _SAID = "megatron_ext/error"
+
+ExceptHook = Callable[[type[BaseException], BaseException, "TracebackType | None"], Any]
+"""What Python calls with an exception that ends the process."""
 
 
 class UserError(Exception):
@@ -28,13 +34,31 @@ def combine(problems: list[str], heading: str) -> UserError:
     """Return one error that lists every problem under `heading`.
 
     Args:
-        problems: at least one sentence, each naming a field and its fix.
+        problems: at least one sentence, each naming a field and its fix; what is said twice is listed once.
         heading: what was being checked.
     """
+    problems = list(dict.fromkeys(problems))
     if len(problems) == 1:
         return UserError(f"{heading}: {problems[0]}")
     lines = "\n".join(f"  {number}. {problem}" for number, problem in enumerate(problems, 1))
     return UserError(f"{heading}: {len(problems)} problems\n{lines}")
+
+
+def in_one_line(original: ExceptHook) -> ExceptHook:
+    """Wrap `sys.excepthook`: a mistake of the user's is shown as one message instead of a traceback per rank."""
+
+    @functools.wraps(original)
+    def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(value, UserError):
+            report(value)
+        elif said_elsewhere():
+            # Its own trouble is that the ranks are gone which have the error.
+            line = f"megatron-ext: a rank ends after the error above ({kind.__name__})"
+            print(line, file=sys.stderr, flush=True)
+        else:
+            original(kind, value, trace)
+
+    return excepthook
 
 
 def report(error: UserError) -> None:

@@ -275,19 +275,26 @@ def test_only_the_script_is_asked_for(capsys):
     assert "the following arguments are required: SCRIPT\n" in capsys.readouterr().err
 
 
-def test_an_early_resiliency_extension_is_refused_before_megatron_fails_at_it(tmp_path):
+@pytest.mark.parametrize(
+    ("command", "code", "before_the_patches"),
+    [(["-m", "megatron_ext"], 2, ""), ([], 1, "import megatron_ext; megatron_ext.patch_megatron()")],
+    ids=["by the package", "by a script"],
+)
+def test_an_early_resiliency_extension_is_refused_before_megatron_fails_at_it(
+    tmp_path, command, code, before_the_patches
+):
     package = tmp_path / "nvidia_resiliency_ext-0.4.1.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-resiliency-ext\nVersion: 0.4.1\n")
     script = tmp_path / "script.py"
-    script.write_text("")
+    script.write_text(before_the_patches)
     run = subprocess.run(
-        [sys.executable, "-m", "megatron_ext", str(script)],
+        [sys.executable, *command, str(script)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(Path(__file__).parents[1])))},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert run.returncode == code and "Traceback" not in run.stderr
     assert "nvidia-resiliency-ext 0.4.1 is installed, beside which Megatron cannot be imported" in run.stderr
     assert "pip uninstall nvidia-resiliency-ext" in run.stderr

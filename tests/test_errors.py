@@ -38,16 +38,16 @@ def test_an_error_is_said_once_wherever_it_happens(tmp_path, failing, said):
 def test_all_problems_are_listed_under_one_heading():
     assert str(combine(["--a is wrong"], "arguments")) == "arguments: --a is wrong"
     assert str(combine(["a", "b"], "arguments")).splitlines() == ["arguments: 2 problems", "  1. a", "  2. b"]
+    assert str(combine(["a", "a"], "arguments")) == "arguments: a"
 
 
 def failing_ranks(failing):
     """Raise an error of the user's on some ranks while the others wait for them."""
     import torch.distributed as dist
 
-    from megatron_ext.errors import UserError
-    from megatron_ext.seams.arguments import _wrap_excepthook
+    from megatron_ext.errors import UserError, in_one_line
 
-    sys.excepthook = _wrap_excepthook(sys.excepthook)
+    sys.excepthook = in_one_line(sys.excepthook)
     dist.init_process_group("gloo")
     if dist.get_rank() in failing:
         raise UserError("--flag is wrong")

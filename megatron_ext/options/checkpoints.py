@@ -80,6 +80,9 @@ _SUMS_OF_ONE_INSTANCE = refused(
     "drop one of them",
 )
 _HOT_DUMPS = tested(f"{STRATEGIES}test_checkpoints.py::test_dumps_have_the_gradients_of_all_strategies")
+_NO_TYPE = refused(
+    "Megatron fails at the first of these checkpoints", "add --non-persistent-ckpt-type global, or drop it"
+)
 _NAME_ALONE = refused("Megatron 0.19 has no such checkpoints, but the name", "use --non-persistent-ckpt-type global")
 
 
@@ -252,6 +255,12 @@ CHECKPOINTS = (
         hot_switch=HOT_ASYNC_SAVE,
         sync_service=PEERS_ASYNC_SAVE,
         spes=EXPERTS_ASYNC_SAVE,
+    ),
+    row(
+        "--non-persistent-save-interval without --non-persistent-ckpt-type",
+        _dumps("non_persistent_save_interval", lambda args: args.non_persistent_ckpt_type is None),
+        variables=("non_persistent_save_interval",),
+        **everywhere(_NO_TYPE),
     ),
     row(
         "--non-persistent-ckpt-type global",

@@ -31,6 +31,7 @@ _LAYOUTS = tested(f"{BACKENDS}test_cpu_layouts.py::test_a_dense_layout_computes_
 _BF16_SUMS = tested(f"{BACKENDS}test_cpu_table.py::test_gradients_reduced_in_bf16_and_summed_in_fp32")
 _IN_BF16 = tested(f"{STRATEGIES}test_training.py::test_bf16_stays_as_near_to_stock_as_rounding_allows")
 _INSTANCES = tested(f"{WORKERS}test_instances.py::test_workers_with_optimizer_instances_compute_what_one_has")
+_HASHES_OF_PARTS = refused("Megatron hashes whole tensors, and fails on those that FSDP2 has cut", "drop one of them")
 _LOADED_WRONGLY = refused(
     "Megatron 0.19 loads the optimizer's values wrongly from that format where several buckets are padded",
     "drop one of them",
@@ -170,6 +171,11 @@ DATA_PARALLEL = (
         local_sgd=ROUNDS,
         hot_switch=_IN_BF16,
         sync_service=PEERS_BUNDLE,
+    ),
+    row(
+        "--check-weight-hash-across-dp-replicas-interval with --use-torch-fsdp2",
+        lambda args: bool(args.check_weight_hash_across_dp_replicas_interval and args.use_torch_fsdp2),
+        **everywhere(_HASHES_OF_PARTS),
     ),
     row(
         "--num-distributed-optimizer-instances above 1",

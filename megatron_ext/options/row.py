@@ -65,6 +65,17 @@ class Row:
         if not self.flags or not all(flag.startswith("--") for flag in self.flags):
             raise ValueError(f"table of options, {self.option}: the flags {self.flags} are none of a command line")
 
+    def refuses_by_itself(self, verdict: OptionVerdict) -> bool:
+        """Return whether the CPU backend and a feature refuse the option for one reason: the option's, not theirs.
+
+        Args:
+            verdict: of the backend or a feature.
+        """
+        said = [(other.reason, other.way_out) for other in self.verdicts.values() if other.status == "refused"]
+        backend = self.verdicts["cpu"]
+        is_backends = (verdict.reason, verdict.way_out) == (backend.reason, backend.way_out)
+        return verdict.status == "refused" and is_backends and said.count((verdict.reason, verdict.way_out)) > 1
+
     def is_in(self, args: Any) -> bool:
         """Return whether the release whose parser made `args` has the option."""
         return all(hasattr(args, name) for name in self.variables)

@@ -52,8 +52,10 @@ def refusals(args: Any, feature: str, circumstance: str = "") -> list[str]:
     Raises:
         KeyError: the table does not know `feature` or `circumstance`.
     """
-    where = FEATURES[feature]
-    said = [verdict.sentence(row.option, where) for row, verdict in refused_rows(args, feature, circumstance)]
+    said = [
+        verdict.sentence(row.option, "" if row.refuses_by_itself(verdict) else FEATURES[feature])
+        for row, verdict in refused_rows(args, feature, circumstance)
+    ]
     return list(dict.fromkeys(said))  # options may share a sentence
 
 

@@ -104,13 +104,14 @@ class OptionVerdict:
 
         Args:
             option: the row's name.
-            where: how sentences speak of the feature.
+            where: how sentences speak of the feature; empty where they do not.
             asked_by: put behind the option's name: what asks for it, where that is not the command line.
         """
         if self.names_itself:
             return f"{self.reason}; {self.way_out}"
         verb = "cannot work" if self.status == "needs a GPU" else "is not supported"
-        return f"{self.named or option}{asked_by} {verb} {where}: {self.reason}; {self.way_out}"
+        there = f" {where}" if where else ""
+        return f"{self.named or option}{asked_by} {verb}{there}: {self.reason}; {self.way_out}"
 
     def but(self, circumstance: str, verdict: OptionVerdict) -> OptionVerdict:
         """Return this verdict with another one under a circumstance of the feature.

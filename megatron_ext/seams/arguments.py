@@ -16,13 +16,12 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megatron_ext import async_save
 from megatron_ext.batch_size import batch_size_problem, schedule_problem
 from megatron_ext.config_options import argument_of, choices_of
-from megatron_ext.errors import UserError, combine, report, said_elsewhere
+from megatron_ext.errors import UserError, combine, in_one_line
 from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.options import UnknownOption, missing_optimizers, unknown_options, unknown_problems
 from megatron_ext.patching import Patch, PatchRegistry
@@ -80,7 +79,7 @@ def patches(
         Patch(
             name="arguments/errors",
             target="sys:excepthook",
-            wrap=_wrap_excepthook,
+            wrap=in_one_line,
             distribution="python",
             versions="",
             rebind=False,
@@ -198,9 +197,9 @@ def _wrap_validate(
             for line in feature.adjust_arguments(args):
                 say(line)
             registry.apply(feature.required_patches())
-        unused = async_save.unused(args)
-        if unused is not None:
-            say(unused)
+        for unused in (async_save.unused(args), _unused_interval(args)):
+            if unused is not None:
+                say(unused)
         if hooks.active and async_save.is_asked(args):
             registry.apply(async_save.patches(loops))
         hooks.require_served(patch.serves for patch in registry.applied)
@@ -208,6 +207,12 @@ def _wrap_validate(
             return original(args, *rest, **kwargs)
 
     return validate_args
+
+
+def _unused_interval(args: Any) -> str | None:
+    if args.non_persistent_save_interval is None or args.save is not None:
+        return None
+    return "--non-persistent-save-interval has no effect without --save: nothing is saved"
 
 
 def _wrap_yaml(original: Callable[..., Any], options: set[str], *, on_cpu: bool) -> Callable[..., Any]:
@@ -267,18 +272,3 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
 def _names_a_checkpoint(tracker: Path) -> bool:
     text = tracker.read_text(encoding="utf-8").strip() if tracker.is_file() else ""
     return text == "release" or text.isdecimal()
-
-
-def _wrap_excepthook(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(value, UserError):
-            report(value)
-        elif said_elsewhere():
-            # Its own trouble is that the ranks are gone which have the error.
-            line = f"megatron-ext: a rank ends after the error above ({kind.__name__})"
-            print(line, file=sys.stderr, flush=True)
-        else:
-            original(kind, value, trace)
-
-    return excepthook

@@ -179,16 +179,16 @@ def test_explicit_values_win_over_the_defaults():
 
 
 UNTRAINED = {
-    "on one rank": (1, {}, "--num-experts with biases is not supported on CPU: Megatron 0.19 trains them where"),
+    "on one rank": (1, {}, "--num-experts with biases is not supported: Megatron 0.19 trains them where"),
     "over ranks": (
         2,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 1},
-        "--num-experts with biases is not supported on CPU: ",
+        "--num-experts with biases is not supported: ",
     ),
     "shared": (
         2,
         {"expert_model_parallel_size": 2, "moe_shared_expert_intermediate_size": 16},
-        "--moe-shared-expert-intermediate-size with biases is not supported on CPU: ",
+        "--moe-shared-expert-intermediate-size with biases is not supported: ",
     ),
 }
 
@@ -199,3 +199,17 @@ def test_experts_whose_biases_megatron_fails_on_are_refused_before_they_are_buil
     exits = run_failing_pretrain(toy_gpt(MOE, options), ranks)
     assert said in exits[0].stderr and "give --disable-bias-linear" in exits[0].stderr
     assert "Traceback" not in exits[0].stderr
+
+
+def test_a_cause_that_the_backend_and_a_feature_share_is_said_once():
+    run = toy_gpt(use_local_sgd=True, local_sgd_workers=2, rampup_batch_size=("4", "4", "8"))
+    exits = run_failing_pretrain(run, 2)
+    said = "megatron-ext: error: arguments: --rampup-batch-size is not supported: Megatron 0.19 reads it and ignores it"
+    assert "".join(rank.stderr for rank in exits).count(said) == 1
+
+
+def test_checkpoints_that_replace_each_other_need_a_type_and_a_folder():
+    (told,) = run_failing_pretrain(toy_gpt(non_persistent_save_interval=2, save="folder", save_interval=4), 1)
+    assert "--non-persistent-ckpt-type is not supported: Megatron fails at the first of these" in told.stderr
+    (trained,) = run_pretrain(toy_gpt(non_persistent_save_interval=2, non_persistent_ckpt_type="global"), 1)
+    assert "--non-persistent-save-interval has no effect without --save" in trained.stdout
