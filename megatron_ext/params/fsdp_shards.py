@@ -10,7 +10,10 @@ import torch
 from megatron_ext.params.boxes import Piece
 from megatron_ext.params.tensors import ParamsError
 
-__all__ = ["first_row", "is_sharded", "local_part", "number_of_shards", "pieces_of_rows"]
+__all__ = ["first_row", "is_sharded", "local_part", "number_of_shards", "pieces_of_rows", "uneven_rows"]
+
+_NAMED = 3
+"""How many tensors an error names."""
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
@@ -82,3 +85,31 @@ def pieces_of_rows(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Piec
                 )
             )
     return tuple(found)
+
+
+def uneven_rows(module: torch.nn.Module, *, gated: bool) -> str | None:
+    """Return in words which tensors Megatron can neither write nor read, as ranks have unequal rows, and the way out.
+
+    Args:
+        module: a model whose parameters FSDP2 has cut, as Megatron wraps it.
+        gated: whether the first layers of its MLPs have two halves, each of which is cut.
+    """
+    uneven: dict[str, int] = {}
+    for name, parameter in module.named_parameters():
+        halves = 2 if gated and ".linear_fc1." in name else 1
+        if parameter.shape and parameter.shape[0] % (halves * number_of_shards(parameter)):
+            uneven[name.removeprefix("module.")] = parameter.shape[0]
+            ranks = number_of_shards(parameter)
+    if not uneven:
+        return None
+    named = [f"{name} has {rows}" for name, rows in list(uneven.items())[:_NAMED]]
+    more = f", and {len(uneven) - _NAMED} more have such numbers" if len(uneven) > _NAMED else ""
+    way = (
+        f"give --make-vocab-size-divisible-by a multiple of {ranks}"
+        if all(name.rpartition(".")[0].endswith(("word_embeddings", "output_layer")) for name in uneven)
+        else "choose sizes of the model, and of the vocabulary (--make-vocab-size-divisible-by), that they divide"
+    )
+    return (
+        f"Megatron's checkpoints take tensors whose rows the {ranks} ranks of a model's shards divide evenly"
+        f"{' (of both halves of gated MLPs)' if gated else ''}; {', '.join(named)}{more}: {way}"
+    )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+from megatron_ext.errors import UserError
 from megatron_ext.hooks import (
     ChunksBuilt,
     CutsWorkers,
@@ -25,6 +26,7 @@ from megatron_ext.hooks import (
     TrainStart,
     hooks,
 )
+from megatron_ext.params.fsdp_shards import uneven_rows
 from megatron_ext.patching import Patch
 from megatron_ext.run_options import run_options
 from megatron_ext.seams.arguments import say, with_arguments
@@ -177,6 +179,7 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
     def train(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         training_starts()
+        _require_rows_that_can_be_saved(given["model"], given["config"])
         hooks.fire(
             TrainStart(
                 args=run_options(),
@@ -199,6 +202,21 @@ def _wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return train
+
+
+def _require_rows_that_can_be_saved(model: Sequence[Any], config: Any) -> None:
+    """Refuse at the start what Megatron 0.19 refuses at the first checkpoint, with what was trained until then.
+
+    Raises:
+        UserError: FSDP2 has cut a tensor into parts of unequal numbers of rows, and the run saves.
+    """
+    options = run_options()
+    if not (options.save and options.use_torch_fsdp2):
+        return
+    for chunk in model:
+        problem = uneven_rows(chunk, gated=config.gated_linear_unit)
+        if problem is not None:
+            raise UserError(f"--use-torch-fsdp2 with --save: {problem}, or drop --save")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import pytest
 from megatron_ext.local_sgd.reporting.round_log import read_rounds
 from tests.local_sgd.runs import arguments, local_run, model_digests, same_state, worker_slices
 from tests.support.presets import Options
-from tests.support.pretrain import as_worker, run_pretrain
+from tests.support.pretrain import as_worker, run_failing_pretrain, run_pretrain
 from tests.transport.meter import crossing_calls, install_meter
 
 UNTIED: Options = {"untie_embeddings_and_output_weights": True}
@@ -122,6 +122,31 @@ def test_fragments_meet_also_where_ranks_cannot_divide_the_rows():
     ranks = local_run("dp2", "fp32", workers=2, train_iters=4, **FSDP2, **odd, **fragments)
     first, other = (model_digests(part) for part in worker_slices(ranks, "dp2", 2))
     assert first == other
+
+
+SOLO: Options = {"outer_optimizer_lr": 0.7}
+UNEVEN = {
+    "vocabulary": (
+        {"vocab_size": 129},
+        "the 2 ranks of a model's shards divide evenly; embedding.word_embeddings.weight has 129, "
+        "output_layer.weight has 129: give --make-vocab-size-divisible-by a multiple of 2, or drop --save",
+    ),
+    "halves": (
+        {"swiglu": True, "disable_bias_linear": True, "ffn_hidden_size": 70, "local_sgd_workers": 1, **SOLO},
+        "(of both halves of gated MLPs); decoder.layers.0.mlp.linear_fc1.weight has 140, "
+        "decoder.layers.1.mlp.linear_fc1.weight has 140: choose sizes of the model",
+    ),
+}
+
+
+@pytest.mark.parametrize("sizes", UNEVEN)
+def test_rows_that_ranks_cannot_divide_are_refused_before_the_first_step_where_they_are_to_be_saved(tmp_path, sizes):
+    options, said = UNEVEN[sizes]
+    run = arguments("dp2", "fp32", workers=2, save=str(tmp_path), save_interval=1, **{**FSDP2, **options})
+    exits = run_failing_pretrain(run, 4)
+    errors = "".join(rank.stderr for rank in exits)
+    assert errors.count("megatron-ext: error: --use-torch-fsdp2 with --save: ") == 1 and said in errors
+    assert "Traceback" not in errors and "iteration        1/" not in exits[-1].stdout
 
 
 def test_evaluating_the_anchor_in_parameters_that_fsdp2_keeps_whole_changes_no_bit():
