@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +32,15 @@ _FIELDS = (
     *("moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
 )
 """Options whose names are those of fields of `GptShape`."""
+
+
+_OTHER_NAMES = {
+    "query_groups": "num_query_groups",
+    "head_size": "kv_channels",
+    "num_moe_experts": "--num-experts",
+    "max_sequence_length": "--max-position-embeddings",
+}
+"""What `GptShape` calls, in its errors, what options call otherwise."""
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +113,9 @@ def read_shape(options: argparse.Namespace) -> GptShape:
     if options.model is not None:
         if options.model not in PRESETS:
             raise combine([f"'{options.model}' is not known; use one of {', '.join(PRESETS)}"], "--model")
-        return _planned(replace(PRESETS[options.model], **given))
+        with _in_options():
+            shape = replace(PRESETS[options.model], **given)
+        return _planned(shape, options)
     missing = [
         f"--{name.replace('_', '-')} is missing; give it, or a preset with --model"
         for name in _REQUIRED
@@ -113,15 +127,46 @@ def read_shape(options: argparse.Namespace) -> GptShape:
     if given.get("gated_linear_unit"):
         width = width * 2 // 3 // 64 * 64
     defaults = {"ffn_hidden_size": width, "share_embeddings_and_output_weights": True, "dtype": torch.bfloat16}
-    return _planned(GptShape(**{**defaults, **given}))
+    with _in_options():
+        shape = GptShape(**{**defaults, **given})
+    return _planned(shape, options)
 
 
-def _planned(shape: GptShape) -> GptShape:
+@contextmanager
+def _in_options() -> Iterator[None]:
+    """Let a model that cannot be made be refused in the words of the options.
+
+    Raises:
+        UserError: in place of a `ParamsError`.
+    """
+    from megatron_ext.params import ParamsError
+
+    try:
+        yield
+    except ParamsError as error:
+        said = str(error).removeprefix("GPT shape: ").replace(", or None", "")
+        said = re.sub(r"(\d+) (attention heads|query groups)", r"--num-\2 \1", said)
+        said = said.replace("--num-attention heads", "--num-attention-heads").replace("query groups", "query-groups")
+        for name, option in _OTHER_NAMES.items():
+            said = said.replace(name, option)
+        for name in _FIELDS:
+            said = re.sub(rf"(?<![-\w]){name}\b", f"--{name.replace('_', '-')}", said)
+        way = "; change one of them" if "cannot be divided" in said else ""
+        raise combine([said + way], "model") from None
+
+
+def _planned(shape: GptShape, options: argparse.Namespace) -> GptShape:
     """Return a model that plans can be made for in reasonable time.
 
     Raises:
-        UserError: it has too many layers or experts.
+        UserError: it has too many layers or experts, or heads of no whole number of channels.
     """
+    if options.kv_channels is None and shape.kv_channels is None and shape.hidden_size % shape.num_attention_heads:
+        problem = (
+            f"--hidden-size is {shape.hidden_size}, which is not a multiple of --num-attention-heads "
+            f"{shape.num_attention_heads}; change one of them, or give --kv-channels"
+        )
+        raise combine([problem], "model")
     experts = shape.num_moe_experts or 1
     if shape.num_layers * experts <= MOST_EXPERTS:
         return shape

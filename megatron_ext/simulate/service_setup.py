@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -60,7 +61,7 @@ class ServiceSetup:
         """
         found = (
             self._field_problems()
-            or self.run_config.problems()
+            or [_in_options(problem) for problem in self.run_config.problems()]
             or self.training.model_problems(self.parameters, self.peers.peer_gpus)
             or self._schedule_problems()
             or self._too_long()
@@ -156,3 +157,12 @@ class ServiceSetup:
         )
         found = ServiceRun(self.run_config.policy, load, self._timer, peers.seed).run()
         return replace(found, tokens=float(self.training.step_tokens) * found.worker_steps)
+
+
+def _in_options(problem: str) -> str:
+    """Return what a server's configuration complains of in the words of the command's options."""
+    problem = problem.replace("rounds: asynchronous", "--rounds asynchronous").replace("to peers (", "to --peers (")
+    problem = re.sub(r"^(peers|rounds)(?= is )", r"--\1", problem)
+    return re.sub(
+        r"\b(quorum|max_staleness|grace_seconds)\b", lambda name: f"--{name[1].replace('_', '-')}", problem
+    )

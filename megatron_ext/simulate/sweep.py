@@ -125,7 +125,7 @@ def write_csv(rows: Sequence[dict[str, Any]], file: Path) -> None:
             writer.writeheader()
             writer.writerows(rows)
     except OSError as error:
-        raise UserError(f"{file} cannot be written: {error.strerror}") from None
+        raise UserError(f"--csv {file}: cannot be written ({error.strerror}); give another file") from None
 
 
 def picture_problems(option: str, file: Path) -> list[str]:

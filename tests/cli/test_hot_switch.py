@@ -147,7 +147,7 @@ def test_strategies_can_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureF
         ([*CASE[2:], "--inter-node-bandwidth", "inf"], "--inter-node-bandwidth is inf; give GB/s, a finite number"),
         ([*CASE[2:], "--intra-node-bandwidth", "1e-320"], "give GB/s, a finite number from 1e-6 on"),
         ([*CASE[2:], "--inter-node-bandwidth", "nan"], "--inter-node-bandwidth is nan; give GB/s, a finite number"),
-        (["--model", "llama-3b", "--num-query-groups", "5", "--strategies", "8,1,1"], "5 query groups"),
+        (["--model", "llama-3b", "--num-query-groups", "5", "--strategies", "8,1,1"], "--num-query-groups 5; change"),
         (
             ["--model", "llama-3b", "--position-embedding-type", "learned_absolute", "--strategies", "8,1,1"],
             "--max-position-embeddings: give it with",

@@ -131,7 +131,7 @@ def test_measured_times_of_nothing_that_is_possible_are_refused(
         (["--margin", "-1"], "--margin is -1; it must be a finite number, 0 or above"),
         (["--bounds", "9000"], "--bounds has 9000; it must be above 0 and below --context 8192"),
         (["--gpus", "100000000"], "--gpus is 100000000; lists are compared for up to 16384"),
-        (["--num-experts", "-2"], "num_moe_experts must be at least 1, or None, got -2"),
+        (["--num-experts", "-2"], "--num-experts must be at least 1, got -2"),
         (["--num-experts", "4", "--moe-router-topk", "9"], "from 1 to the number of experts, 4"),
         (["--moe-router-topk", "2"], "it must be 1, because the model has no experts"),
         (["--gpus", "12"], "--gpus 12 do not fill nodes of --gpus-per-node 8"),

@@ -102,6 +102,24 @@ def test_all_that_is_missing_is_named_in_one_line(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--num-layers", "-4"], "model: --num-layers must be at least 1, got -4"),
+        (["--num-experts", "0"], "model: --num-experts must be at least 1, got 0"),
+        (["--kv-channels", "0"], "model: --kv-channels must be at least 1, got 0"),
+        (["--num-query-groups", "5"], "--num-attention-heads 32 cannot be divided over --num-query-groups 5; change"),
+        (["--hidden-size", "65"], "--hidden-size is 65, which is not a multiple of --num-attention-heads 32; change"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused_in_the_words_of_the_options(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*LLAMA, *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
 SERVICE = ["simulate", "sync-service", "--peers", "4", "--bandwidth", "1", "--server-bandwidth", "10", "--reduction"]
 SERVICE += ["500", "--step-seconds", "1", "--parameters", "1e9", "--steps", "1000", "--sync-service-interval", "100"]
 
@@ -128,14 +146,15 @@ def test_a_run_at_a_sync_service_is_shown(capsys: pytest.CaptureFixture[str]):
         (["--peers", "5000"], "peers is 5000; it must be 1 to 4096"),
         (["--server-bandwidth", "-1"], "--server-bandwidth is -1; give a number from 1e-06 to 1e+09"),
         (["--reduction", "0"], "--reduction is 0; give a number from 1e-06 to 1e+09"),
-        (["--quorum", "5"], "quorum is 5; it must be 1 to peers (4)"),
-        (["--rounds", "sometimes"], "rounds is sometimes; it must be synchronous or asynchronous"),
-        (["--rounds", "asynchronous", "--quorum", "3"], "quorum has no meaning with rounds: asynchronous"),
-        (["--max-staleness", "3"], "max_staleness has no effect without rounds: asynchronous"),
+        (["--quorum", "5"], "simulate: --quorum is 5; it must be 1 to --peers (4)"),
+        (["--peers", "5000"], "simulate: --peers is 5000; it must be 1 to 4096"),
+        (["--rounds", "sometimes"], "--rounds is sometimes; it must be synchronous or asynchronous"),
+        (["--rounds", "asynchronous", "--quorum", "3"], "--quorum has no meaning with --rounds asynchronous"),
+        (["--max-staleness", "3"], "--max-staleness has no effect without --rounds asynchronous; add it or drop --"),
         (["--max-staleness", "-5"], "--max-staleness is -5; give 0 or more, or -1 for no limit"),
         (["--grace-seconds", "10"], "--grace-seconds has no effect with a quorum of all peers; give a smaller"),
         (["--grace-seconds", "10", "--quorum", "4"], "--grace-seconds has no effect with a quorum of all peers"),
-        (["--rounds", "asynchronous", "--grace-seconds", "10"], "grace_seconds has no meaning with rounds: async"),
+        (["--rounds", "asynchronous", "--grace-seconds", "10"], "--grace-seconds has no meaning with --rounds async"),
         (["--restart-seconds", "10"], "--restart-seconds has no effect without --mtbf-hours; give it or drop this"),
         (["--swiglu", "--num-experts", "8"], "beside the model's shape; drop it, or --num-experts, --swiglu"),
         (["--sync-service-interval", "2000"], "is longer than the run's 1000 steps"),

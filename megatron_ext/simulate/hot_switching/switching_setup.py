@@ -97,10 +97,14 @@ class SwitchingSetup:
         if self.documents is not None and not (self.documents > 1).any():
             problems.append("--lengths has no document of two or more tokens, and nothing to predict; give others")
         if not self.strategies.buckets:
-            problems.append("bucket sizes are missing; give the bounds of lengths, one more than strategies")
+            problems.append(
+                "--hot-switch-bucket-sizes is missing; give the bounds of lengths, one more than strategies"
+            )
         elif self.strategies.buckets[0].up_to > _LONGEST:
             longest = short_number(self.strategies.buckets[0].up_to)
-            problems.append(f"the first bucket size is {longest} tokens; give at most {_LONGEST}")
+            problems.append(
+                f"--hot-switch-bucket-sizes: the first is {longest}; give at most {_LONGEST}"
+            )
         problems += [
             f"strategy {strategy.label}: {name} has no time in the cost model; drop it"
             for strategy in self.strategies.strategies
@@ -199,7 +203,8 @@ class SwitchingSetup:
         fix = "" if least == "full" else ", or --recompute needed"
         return (
             f"the strategies need {held / GIB:.1f} GiB (in the turn of {label}), and --memory-gib is "
-            f"{self.cluster.memory_gib:g}; use more GPUs, a shorter context{fix}"
+            f"{self.cluster.memory_gib:g}; use more GPUs, a shorter context (the first of --hot-switch-bucket-sizes)"
+            f"{fix}"
         )
 
     def _run(
