@@ -161,7 +161,8 @@ class ServiceSetup:
 
 def _in_options(problem: str) -> str:
     """Return what a server's configuration complains of in the words of the command's options."""
-    problem = problem.replace("rounds: asynchronous", "--rounds asynchronous").replace("to peers (", "to --peers (")
+    problem = problem.replace("rounds: asynchronous", "--rounds asynchronous")
+    problem = problem.replace("1 to peers (", "0 for all, or 1 to --peers (")
     problem = re.sub(r"^(peers|rounds)(?= is )", r"--\1", problem)
     return re.sub(
         r"\b(quorum|max_staleness|grace_seconds)\b", lambda name: f"--{name[1].replace('_', '-')}", problem

@@ -22,7 +22,7 @@ class SimulatedTraining:
     """The length of a run, and its steps."""
 
     steps: int = 10_000
-    """Inner steps of every worker; with rounds by time, on average"""
+    """Inner steps of every worker or peer; with rounds by time, on average"""
 
     step_seconds: float = 0.0
     """Of a worker's step, as its log shows it, without anything that crosses workers"""

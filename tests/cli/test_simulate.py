@@ -146,7 +146,7 @@ def test_a_run_at_a_sync_service_is_shown(capsys: pytest.CaptureFixture[str]):
         (["--peers", "5000"], "peers is 5000; it must be 1 to 4096"),
         (["--server-bandwidth", "-1"], "--server-bandwidth is -1; give a number from 1e-06 to 1e+09"),
         (["--reduction", "0"], "--reduction is 0; give a number from 1e-06 to 1e+09"),
-        (["--quorum", "5"], "simulate: --quorum is 5; it must be 1 to --peers (4)"),
+        (["--quorum", "5"], "simulate: --quorum is 5; it must be 0 for all, or 1 to --peers (4)"),
         (["--peers", "5000"], "simulate: --peers is 5000; it must be 1 to 4096"),
         (["--rounds", "sometimes"], "--rounds is sometimes; it must be synchronous or asynchronous"),
         (["--rounds", "asynchronous", "--quorum", "3"], "--quorum has no meaning with --rounds asynchronous"),

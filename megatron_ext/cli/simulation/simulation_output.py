@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -67,6 +68,12 @@ def add_output_options(
     )
     group.add_argument("--csv", type=Path, metavar="FILE", help="write a sweep's results")
     group.add_argument("--png", type=Path, metavar="FILE", help="draw a sweep's utilisation (needs matplotlib)")
+    for flags in needed:
+        for flag in flags:
+            action = parser._option_string_actions[flag]
+            # Its default says that it was not given.
+            told = (action.help or "").partition(" (default: 0")[0]
+            action.help = f"{told} (needed)" if len(flags) == 1 else told
     parser.set_defaults(func=lambda options: show(parser, options, simulate, needed))
 
 
@@ -142,7 +149,7 @@ def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulat
         write_csv(rows, options.csv)
     if options.png is not None:
         told = (parser._option_string_actions[sweeps[0].flag].help or "").replace("%%", "%")
-        draw_sweep(rows, sweeps, options.png, told.partition(" (default")[0].partition(". ")[0])
+        draw_sweep(rows, sweeps, options.png, re.split(r" \((?:default|needed)|\. ", told)[0])
     if options.json:
         print(json.dumps(rows, indent=2))
         return 0
