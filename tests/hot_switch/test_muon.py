@@ -149,9 +149,9 @@ def test_on_the_same_gradients_homes_steps_are_stocks_bit_for_bit(tmp_path, stra
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"optimizer": "adaptive_muon"}, "--optimizer adaptive_muon is not supported with hot switching: it lacks in"),
+        ({"optimizer": "adaptive_muon"}, "--optimizer adaptive_muon is not supported: it lacks in"),
         ({"optimizer": "muon", "use_distributed_optimizer": True}, "layer-wise optimizer, which it takes then, cannot"),
-        ({"optimizer": "lion", "fp16": True}, "with --fp16 is not supported with hot switching: Megatron has no loss"),
+        ({"optimizer": "lion", "fp16": True}, "with --fp16 is not supported: Megatron has no loss"),
         ({"optimizer": "soap", "save": "folder", "save_interval": 1}, "Megatron cannot write its state"),
     ],
     ids=["adaptive", "layer-wise in fp32", "fp16", "soap's state"],

@@ -147,6 +147,6 @@ def test_what_megatron_cannot_do_with_them_is_refused():
     fp32 = failure("single", "fp32-distopt", workers=2, optimizer="muon")
     assert "layer-wise optimizer, which it takes then, cannot train in fp32; add --bf16" in fp32
     adaptive = failure("single", "bf16", workers=2, optimizer="adaptive_muon")
-    assert "--optimizer adaptive_muon is not supported with local SGD: it lacks in Megatron a scale" in adaptive
+    assert "--optimizer adaptive_muon is not supported: it lacks in Megatron a scale" in adaptive
     soap = failure("single", "bf16", workers=2, optimizer="soap", save="folder", save_interval=1)
-    assert "--optimizer soap with --save is not supported with local SGD: Megatron cannot write its state" in soap
+    assert "--optimizer soap with --save is not supported: Megatron cannot write its state" in soap
