@@ -119,7 +119,6 @@ DEFAULT_RULES: tuple[DefaultRule, ...] = (
             "--save-interval",
             "--load",
             "--ckpt-step",
-            "--non-persistent-save-interval",
             "--non-persistent-global-ckpt-dir",
             "--no-use-tokenizer-model-from-checkpoint-args",
         ),

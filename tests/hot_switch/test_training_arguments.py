@@ -185,7 +185,8 @@ CASES = {
     ),
     "what does not go with it": (
         arguments(*HOME_AND_GUEST, **NOT_WITH_IT),
-        [
+        ["--position-embedding-type relative is not supported: "]
+        + [
             f"{option} is not supported with hot switching: "
             for option in (
                 *("--softmax-type", "--hierarchical-context-parallel-sizes"),
@@ -200,7 +201,7 @@ CASES = {
                     "--dataloader-type",
                 ),
                 *("--dataloader-inter-document-masking", "--fim-data", "--window-size other than N,0"),
-                *("--position-embedding-type relative", "--mla-down-proj-fusion", "--spec"),
+                *("--mla-down-proj-fusion", "--spec"),
                 *("--transformer-impl inference_optimized", "--tp-comm-overlap", "--log-max-attention-logit"),
                 *("--moe-routing-trace-path", "--logits-load-dir", "--check-for-spiky-loss"),
                 "--overlap-moe-expert-parallel-comm",

@@ -19,7 +19,7 @@ def functions_in_the_loop() -> list[str]:
         return config.finalize_model_grads_func.__name__
 
     (patch,) = (patch for patch in loop_patches() if patch.name == "training/train")
-    global_vars._GLOBAL_ARGS = SimpleNamespace()
+    global_vars._GLOBAL_ARGS = SimpleNamespace(save=None)
     train = patch.wrap(train)
     return [
         *(train([], None, None, SimpleNamespace(finalize_model_grads_func=given)) for given in (hook, None)),
