@@ -33,7 +33,6 @@ _FIELDS = (
 )
 """Options whose names are those of fields of `GptShape`."""
 
-
 _OTHER_NAMES = {
     "query_groups": "num_query_groups",
     "head_size": "kv_channels",
@@ -145,8 +144,8 @@ def _in_options() -> Iterator[None]:
         yield
     except ParamsError as error:
         said = str(error).removeprefix("GPT shape: ").replace(", or None", "")
-        said = re.sub(r"(\d+) (attention heads|query groups)", r"--num-\2 \1", said)
-        said = said.replace("--num-attention heads", "--num-attention-heads").replace("query groups", "query-groups")
+        said = re.sub(r"(\d+) attention heads", r"--num-attention-heads \1", said)
+        said = re.sub(r"(\d+) query groups", r"--num-query-groups \1", said)
         for name, option in _OTHER_NAMES.items():
             said = said.replace(name, option)
         for name in _FIELDS:

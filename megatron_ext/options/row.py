@@ -71,10 +71,9 @@ class Row:
         Args:
             verdict: of the backend or a feature.
         """
-        said = [(other.reason, other.way_out) for other in self.verdicts.values() if other.status == "refused"]
-        backend = self.verdicts["cpu"]
-        is_backends = (verdict.reason, verdict.way_out) == (backend.reason, backend.way_out)
-        return verdict.status == "refused" and is_backends and said.count((verdict.reason, verdict.way_out)) > 1
+        said = (verdict.status, verdict.reason, verdict.way_out)
+        by = [name for name, each in self.verdicts.items() if (each.status, each.reason, each.way_out) == said]
+        return verdict.status == "refused" and "cpu" in by and len(by) > 1
 
     def is_in(self, args: Any) -> bool:
         """Return whether the release whose parser made `args` has the option."""

@@ -127,7 +127,10 @@ def test_a_strategy_file_is_read_with_what_it_computes_again(
     ("words", "said"),
     [
         (["--memory-gib", "0.5"], "strategies need 4.5 GiB (in the turn of 8,1,1), and --memory-gib is 0.5"),
-        (["--memory-gib", "4.7", "--recompute", "none"], "hot-switch-bucket-sizes), or --recompute needed"),
+        (
+            ["--memory-gib", "4.7", "--recompute", "none"],
+            "a shorter context (the first of --hot-switch-bucket-sizes), or --recompute needed",
+        ),
         (["--memory-gib", "-1"], "--memory-gib is -1; give a number from 0.001 to 1e+06"),
         (["--tflops", "nan"], "--tflops is nan; give a number from 1e-06 to 1e+06"),
         (["--inter-node-bandwidth", "-25"], "--inter-node-bandwidth is -25; give a number from 1e-06 to"),
@@ -144,7 +147,10 @@ def test_a_strategy_file_is_read_with_what_it_computes_again(
         (["--mean-length", "1e18"], "--mean-length is 1e+18; give a number from 2 to 100000"),
         (["--length-spread", "2.5"], "--length-spread is 2.5; give a number from 0 to 2"),
         (["--memory-gib", "1e300"], "--memory-gib is 1e+300; give a number from 0.001 to 1e+06"),
-        (["--hot-switch-bucket-sizes", "8" + "0" * 21, "1024", "0"], "sizes: the first is a number of more than 20"),
+        (
+            ["--hot-switch-bucket-sizes", "8" + "0" * 21, "1024", "0"],
+            "--hot-switch-bucket-sizes: the first is a number of more than 20 digits",
+        ),
         (["--steps", "100000"], "--steps 100000 of --global-batch-size 68 have more than 1000000 sequences in all"),
         (["--hot-switch-algorithm", "greedy"], "--hot-switch-algorithm is balanced in a simulation; drop it"),
         (["--hot-switch-profile"], "--hot-switch-profile decides over no time and no byte that are simulated"),

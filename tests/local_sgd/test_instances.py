@@ -64,11 +64,11 @@ def test_nothing_crosses_workers_between_two_rounds():
     ("precision", "options", "said"),
     [
         ("bf16-distopt", {"num_distributed_optimizer_instances": 3}, "3 does not divide the data-parallel size"),
-        ("bf16", TWO, "above 1 without --use-distributed-optimizer is not supported"),
+        ("bf16", TWO, "above 1 without --use-distributed-optimizer is not supported: "),
         (
             "bf16-distopt",
             {**TWO, "grad_reduce_in_bf16": True, "ddp_reduce_scatter_with_fp32_accumulation": True},
-            "with --ddp-reduce-scatter-with-fp32-accumulation is not supported",
+            "with --ddp-reduce-scatter-with-fp32-accumulation is not supported: ",
         ),
     ],
     ids=["size", "optimizer", "accumulation"],

@@ -165,7 +165,7 @@ def test_a_file_that_is_cut_off_is_refused_with_the_way_out(saved, tmp_path):
 
 def test_a_save_beside_the_run_is_refused():
     exits = run_failing_pretrain(arguments("single", "fp32", workers=2, async_save=True, **LEGACY), 2)
-    assert "--ckpt-format torch with --async-save is not supported" in exits[0].stderr
+    assert "--ckpt-format torch with --async-save is not supported: " in exits[0].stderr
 
 
 def test_main_values_in_fp32_are_those_of_a_checkpoint_in_fp32(tmp_path):

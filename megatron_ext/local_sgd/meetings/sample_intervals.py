@@ -73,9 +73,10 @@ class SampleIntervals:
             if last and name == "save_interval":
                 is_due = iterations % interval == 0
             setattr(self._args, name, iterations if is_due else iterations + 1)
-            if name == "save_interval" and self._retained is not None and is_due:
-                stays = after // int(self._retained) > before // int(self._retained)
-                self._retained.passing |= set() if stays else {iterations}
+            if name == "save_interval" and is_due and self._retained is not None:
+                stays = after // self._retained > before // self._retained
+                if not stays:
+                    self._retained.passing.add(iterations)
             if name == "log_interval":
                 self.since_line = iterations - self._logged
                 self._logged = iterations if is_due else self._logged

@@ -102,9 +102,7 @@ class SwitchingSetup:
             )
         elif self.strategies.buckets[0].up_to > _LONGEST:
             longest = short_number(self.strategies.buckets[0].up_to)
-            problems.append(
-                f"--hot-switch-bucket-sizes: the first is {longest}; give at most {_LONGEST}"
-            )
+            problems.append(f"--hot-switch-bucket-sizes: the first is {longest}; give at most {_LONGEST}")
         problems += [
             f"strategy {strategy.label}: {name} has no time in the cost model; drop it"
             for strategy in self.strategies.strategies

@@ -44,5 +44,5 @@ def without_einops() -> None:
 def test_without_the_package_that_makes_their_groups_they_are_refused(make_service: MakeService):
     service = make_service({"demo": {"peers": 1}})
     said = failing_job(service, "a", ("single", "bf16-distopt", 2), before=without_einops, **TWO)
-    assert "above 1 without einops is not supported" in said and "pip install 'einops>=" in said
+    assert "above 1 without einops is not supported: " in said and "pip install 'einops>=" in said
     assert "Traceback" not in said
