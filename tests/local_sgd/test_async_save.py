@@ -88,6 +88,8 @@ def test_a_rank_killed_before_the_checkpoint_is_whole_leaves_the_one_before_and_
     before = (
         start_writers_at_once,
         partial(hold_writes, gate),
+        # Whoever is past the round after iteration 4 closes the gate for all: the first checkpoint is written by then.
+        partial(at_step, 3, wait_for_the_writer),
         partial(at_step, 5, partial(close_gate, gate)),
         partial(at_step, 8, kill_this_rank),
     )
