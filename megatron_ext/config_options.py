@@ -3,6 +3,7 @@
 
 import argparse
 import numbers
+import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import Field, field
@@ -17,6 +18,7 @@ __all__ = [
     "flag",
     "flag_of",
     "in_field_names",
+    "in_option_names",
     "on_off",
     "one_of",
 ]
@@ -80,6 +82,20 @@ def in_field_names(text: str, fields: Mapping[str, "Field[Any]"], off: str) -> s
     for name, entry in sorted(fields.items(), key=lambda field: -len(flag_of(field[1]))):
         flag = flag_of(entry)
         text = text.replace("--no-" + flag.removeprefix("--"), off.format(name)).replace(flag, name)
+    return text
+
+
+def in_option_names(text: str, options: Mapping[str, str]) -> str:
+    """Return a text that speaks of fields in the words of people who gave options.
+
+    Args:
+        text: of fields. One whose name is a word of any text is looked for where a sentence begins with it, or says
+            what it is.
+        options: the option of each field that has one.
+    """
+    for name, option in options.items():
+        where = rf"(?<![-\w]){name}\b" if "_" in name else rf"(?:^|(?<=: )){name}(?= )|(?<![-\w]){name}(?= is )"
+        text = re.sub(where, option, text)
     return text
 
 

@@ -57,8 +57,10 @@ class CommandParser(argparse.ArgumentParser):
         said = way_out(word) if callable(way_out) else way_out
         if said is not None or not word.startswith("--"):
             return said
-        near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, n=1)
-        return f"did you mean {near[0]}?" if near else None
+        typed = word.partition("=")[0]
+        near = [option for option in self._option_string_actions if option.startswith(typed)]
+        near = near or difflib.get_close_matches(typed, self._option_string_actions, n=1)
+        return f"did you mean {' or '.join(near)}?" if near else None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse an unknown subcommand with the place where there is one of that name, or the nearest spelling."""

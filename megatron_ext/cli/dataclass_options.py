@@ -9,7 +9,7 @@ import inspect
 import textwrap
 from collections.abc import Mapping
 from dataclasses import fields
-from types import MappingProxyType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 __all__ = ["METAVARS", "add_fields", "field_docstrings", "from_options", "whole_number"]
@@ -63,17 +63,21 @@ def add_fields(parser: argparse._ActionsContainer, cls: type) -> None:
             assert entry.default is False
             parser.add_argument(flag, action="store_true", help=told[entry.name].rstrip(".").replace("%", "%%"))
             continue
+        if NoneType in get_args(hint):  # a number that need not be given
+            (hint,) = (one for one in get_args(hint) if one is not NoneType)
         choices = get_args(hint) if get_origin(hint) is Literal else None
+        default = "" if entry.default is None else f" (default: {entry.default})"
         parser.add_argument(
             flag,
             type=str if choices else whole_number if hint is int else hint,
             choices=choices,
             default=entry.default,
             metavar=None if choices else METAVARS[hint],
-            help=f"{told[entry.name].rstrip('.')} (default: {entry.default})".replace("%", "%%"),
+            help=(told[entry.name].rstrip(".") + default).replace("%", "%%"),
         )
 
 
 def from_options(cls: type[Any], options: argparse.Namespace) -> Any:
-    """Return the dataclass that was asked for."""
-    return cls(**{entry.name: getattr(options, entry.name) for entry in fields(cls)})
+    """Return the dataclass that was asked for; a field whose option has no value keeps its default."""
+    given = {entry.name: getattr(options, entry.name) for entry in fields(cls)}
+    return cls(**{name: value for name, value in given.items() if value is not None})

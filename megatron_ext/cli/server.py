@@ -9,7 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.errors import UserError
+from megatron_ext.config_options import in_option_names
+from megatron_ext.errors import UserError, combine
 
 __all__ = ["add_parser", "run_compact", "run_drain", "run_evict", "run_recover", "run_start", "run_status"]
 
@@ -177,7 +178,13 @@ def run_start(args: argparse.Namespace) -> int:
     shards, shard = given.get("shards", []), given.get("shard", 0)
     if "bind" not in given and 0 <= shard < len(shards):
         given["bind"] = str(shards[shard])
-    return serve(ServerConfig(**given), args.failpoint)
+    config = ServerConfig(**given)
+    # Without a file everything has been given by flags, or is missing as a flag.
+    by_flag = [name for name in (*flags, *of_run) if args.config is None or getattr(args, name) is not None]
+    options = {name: "--" + name.replace("_", "-") for name in by_flag}
+    if problems := [in_option_names(problem, options) for problem in config.problems()]:
+        raise combine(problems, "server configuration")
+    return serve(config, args.failpoint)
 
 
 def run_status(args: argparse.Namespace) -> int:

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from megatron_ext.config_options import in_option_names
 from megatron_ext.errors import combine
 from megatron_ext.phrases import short_number
 
@@ -33,13 +33,12 @@ _FIELDS = (
 )
 """Options whose names are those of fields of `GptShape`."""
 
-_OTHER_NAMES = {
-    "query_groups": "num_query_groups",
-    "head_size": "kv_channels",
+_OPTIONS = {
+    **{name: "--" + name.replace("_", "-") for name in _FIELDS},
     "num_moe_experts": "--num-experts",
     "max_sequence_length": "--max-position-embeddings",
 }
-"""What `GptShape` calls, in its errors, what options call otherwise."""
+"""The option of each field of `GptShape` that has one."""
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
@@ -143,15 +142,8 @@ def _in_options() -> Iterator[None]:
     try:
         yield
     except ParamsError as error:
-        said = str(error).removeprefix("GPT shape: ").replace(", or None", "")
-        said = re.sub(r"(\d+) attention heads", r"--num-attention-heads \1", said)
-        said = re.sub(r"(\d+) query groups", r"--num-query-groups \1", said)
-        for name, option in _OTHER_NAMES.items():
-            said = said.replace(name, option)
-        for name in _FIELDS:
-            said = re.sub(rf"(?<![-\w]){name}\b", f"--{name.replace('_', '-')}", said)
-        way = "; change one of them" if "cannot be divided" in said else ""
-        raise combine([said + way], "model") from None
+        said = in_option_names(str(error).removeprefix("GPT shape: "), _OPTIONS)
+        raise combine([said], "model") from None
 
 
 def _planned(shape: GptShape, options: argparse.Namespace) -> GptShape:

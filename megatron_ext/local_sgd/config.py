@@ -134,6 +134,7 @@ class LocalSGDConfig(PenaltyConfig):
         )
         if self.codec_density != self.__dataclass_fields__["codec_density"].default and not takes_density(self.codec):
             found.append(
-                f"{self._flag('codec_density')} has no effect without {self._flag('codec')} topk; add it or drop this"
+                f"{self._flag('codec_density')} has no effect without {self._flag('codec')} topk or topk2; add one or "
+                "drop this"
             )
         return found

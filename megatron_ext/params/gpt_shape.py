@@ -154,21 +154,26 @@ class GptShape:
             "ffn_hidden_size",
             "num_attention_heads",
             "padded_vocab_size",
-            "query_groups",
-            "head_size",
+            "num_query_groups",
+            "kv_channels",
+            "num_moe_experts",
+            "moe_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size",
         ):
-            if getattr(self, field) < 1:
-                raise ParamsError(f"GPT shape: {field} must be at least 1, got {getattr(self, field)}")
-        for field in ("num_moe_experts", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"):
             size = getattr(self, field)
             if size is not None and size < 1:
-                raise ParamsError(f"GPT shape: {field} must be at least 1, or None, got {size}")
+                raise ParamsError(f"GPT shape: {field} must be at least 1, got {size}")
+        if self.head_size < 1:
+            raise ParamsError(
+                f"GPT shape: hidden_size {self.hidden_size} is less than num_attention_heads "
+                f"{self.num_attention_heads}, so that heads have no channels; change one of them, or give kv_channels"
+            )
         if self.max_sequence_length < 0:
             raise ParamsError(f"GPT shape: max_sequence_length must be 0 or more, got {self.max_sequence_length}")
         if self.num_attention_heads % self.query_groups:
             raise ParamsError(
-                f"GPT shape: {self.num_attention_heads} attention heads cannot be divided "
-                f"over {self.query_groups} query groups"
+                f"GPT shape: num_attention_heads {self.num_attention_heads} cannot be divided over num_query_groups "
+                f"{self.query_groups}; change one of them"
             )
         if self.vocab_size is not None and not 0 < self.vocab_size <= self.padded_vocab_size:
             raise ParamsError(

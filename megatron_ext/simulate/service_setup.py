@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from megatron_ext.config_options import in_option_names
 from megatron_ext.errors import combine
 from megatron_ext.outer.codecs.all_codecs import build_codec
 from megatron_ext.phrases import plural
@@ -22,6 +22,11 @@ from megatron_ext.sync_service.rounds.config import RunConfig
 __all__ = ["ServiceSetup"]
 
 _BYTES_PER_GBIT = 1e9 / 8
+
+_OF_THE_RUN = ("rounds", "quorum", "grace_seconds", "max_staleness")
+"""Fields of a run at the server that are options of the simulation."""
+
+_OPTIONS = {name: "--" + name.replace("_", "-") for name in ("peers", *_OF_THE_RUN)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,12 +51,7 @@ class ServiceSetup:
     @property
     def run_config(self) -> RunConfig:
         """The run as the server's configuration would have it."""
-        server, found = self.server, RunConfig(peers=self.peers.peers, rounds=self.server.rounds)
-        if server.quorum:
-            found = replace(found, quorum=server.quorum)
-        if server.max_staleness >= 0:
-            found = replace(found, max_staleness=server.max_staleness)
-        return replace(found, grace_seconds=server.grace_seconds)
+        return RunConfig(peers=self.peers.peers, **{name: getattr(self.server, name) for name in _OF_THE_RUN})
 
     def check(self) -> None:
         """Refuse what cannot be, or what server or peers would refuse.
@@ -61,7 +61,7 @@ class ServiceSetup:
         """
         found = (
             self._field_problems()
-            or [_in_options(problem) for problem in self.run_config.problems()]
+            or [in_option_names(problem, _OPTIONS) for problem in self.run_config.problems()]
             or self.training.model_problems(self.parameters, self.peers.peer_gpus)
             or self._schedule_problems()
             or self._too_long()
@@ -157,13 +157,3 @@ class ServiceSetup:
         )
         found = ServiceRun(self.run_config.policy, load, self._timer, peers.seed).run()
         return replace(found, tokens=float(self.training.step_tokens) * found.worker_steps)
-
-
-def _in_options(problem: str) -> str:
-    """Return what a server's configuration complains of in the words of the command's options."""
-    problem = problem.replace("rounds: asynchronous", "--rounds asynchronous")
-    problem = problem.replace("1 to peers (", "0 for all, or 1 to --peers (")
-    problem = re.sub(r"^(peers|rounds)(?= is )", r"--\1", problem)
-    return re.sub(
-        r"\b(quorum|max_staleness|grace_seconds)\b", lambda name: f"--{name[1].replace('_', '-')}", problem
-    )

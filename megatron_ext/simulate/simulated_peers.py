@@ -5,13 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.phrases import short_number
 from megatron_ext.simulate.fleet import GPUS, JITTER, MTBF_HOURS, NO_RESTART, SLOW_FACTOR, SPEED_SPREAD, SimulatedFleet
 from megatron_ext.simulate.number_rules import BANDWIDTH, LATENCY, SECONDS, SEED, NumberRule, number_problems
 
 __all__ = ["SimulatedPeers", "SimulatedServer"]
-
-_ANY_STALENESS = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,26 +98,22 @@ class SimulatedServer:
     rounds: str = "synchronous"
     """'synchronous' or 'asynchronous', as the run's field of that name"""
 
-    quorum: int = 0
-    """As the run's field of that name; 0 for all peers"""
+    quorum: int | None = None
+    """As the run's field of that name; all peers unless given"""
 
     grace_seconds: float = 60.0
     """As the run's field of that name"""
 
-    max_staleness: int = _ANY_STALENESS
-    """As the run's field of that name; -1 for no limit"""
+    max_staleness: int | None = None
+    """As the run's field of that name; no limit unless given"""
 
     def problems(self) -> list[str]:
         """Return what cannot be and is not the run's own to check, one sentence each."""
-        found = number_problems(self, {"server_bandwidth": BANDWIDTH, "reduction": BANDWIDTH})
-        if self.max_staleness < _ANY_STALENESS:
-            value = short_number(self.max_staleness)
-            found.append(f"--max-staleness is {value}; give 0 or more, or {_ANY_STALENESS} for no limit")
-        return found
+        return number_problems(self, {"server_bandwidth": BANDWIDTH, "reduction": BANDWIDTH})
 
     def problems_among(self, peers: int) -> list[str]:
         """Return what has no effect on rounds of this many peers; where the run has no problems."""
-        waits_for_all = self.rounds == "synchronous" and self.quorum in (0, peers)
+        waits_for_all = self.rounds == "synchronous" and self.quorum in (None, peers)
         if waits_for_all and self.grace_seconds != type(self).grace_seconds:
             return ["--grace-seconds has no effect with a quorum of all peers; give a smaller --quorum or drop this"]
         return []

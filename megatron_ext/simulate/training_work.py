@@ -48,8 +48,10 @@ class SimulatedTraining:
             "round_work": SECONDS,
         }
         found = number_problems(self, rules)
-        if not found and (self.step_seconds > 0) == (self.tflops > 0):
-            found.append("give either --step-seconds or --tflops, above 0")
+        if not found and self.step_seconds > 0 and self.tflops > 0:
+            found.append("--step-seconds and --tflops are two ways to say one thing; drop one of them")
+        if not found and not self.step_seconds and not self.tflops:
+            found.append("--step-seconds, or --tflops in its place, must be above 0")
         if not found and self.tflops > 0 and not self.step_tokens:
             found.append("--tflops needs --step-tokens; give it")
         return found

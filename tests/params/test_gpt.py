@@ -306,7 +306,7 @@ def test_vocabulary_padding_can_change_but_never_cut_a_token_off() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"num_query_groups": 3}, "4 attention heads cannot be divided over 3 query groups"),
+        ({"num_query_groups": 3}, "num_attention_heads 4 cannot be divided over num_query_groups 3; change one"),
         ({"hidden_size": 0}, "hidden_size must be at least 1"),
         ({"vocab_size": 9}, r"vocab_size must be 1\.\.8"),
         ({"moe_layers": (True,), "num_moe_experts": 2}, "one entry per layer \\(2\\), got 1"),

@@ -161,7 +161,7 @@ def test_a_thousand_peers_are_simulated():
     delay=some.sampled_from([0, 1, 50, 99]),
     jitter=some.sampled_from([0.0, 0.3]),
     mtbf=some.sampled_from([0.0, 0.5]),
-    quorum=some.sampled_from([0, 2]),
+    quorum=some.sampled_from([None, 2]),
     rounds=some.sampled_from(["synchronous", "asynchronous"]),
     seed=some.integers(0, 100),
 )

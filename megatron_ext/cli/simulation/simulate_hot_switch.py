@@ -115,10 +115,8 @@ def _simulate(options: argparse.Namespace) -> tuple[str, Mapping[str, SwitchingR
     if refused or (refused := topk_problems(options.moe_router_topk, shape)):
         raise combine(refused, "simulate")
     strategies, file = options.hot_switch_strategies, options.hot_switch_strategy_file
-    if (strategies is None) == (file is None):
-        raise UserError(
-            'simulate: give either --hot-switch-strategies, e.g. "1,4,2" "8,1,1", or --hot-switch-strategy-file'
-        )
+    if strategies is not None and file is not None:
+        raise UserError("simulate: --hot-switch-strategies and --hot-switch-strategy-file are both given; drop one")
     if file is not None and options.hot_switch_bucket_sizes is not None:
         raise UserError("simulate: --hot-switch-bucket-sizes goes with --hot-switch-strategies; drop it")
     if file is None:

@@ -71,7 +71,7 @@ def add_output_options(
     for flags in needed:
         for flag in flags:
             action = parser._option_string_actions[flag]
-            # Its default says that it was not given.
+            action.default = None
             told = (action.help or "").partition(" (default: 0")[0]
             action.help = f"{told} (needed)" if len(flags) == 1 else told
     parser.set_defaults(func=lambda options: show(parser, options, simulate, needed))
@@ -103,19 +103,24 @@ def show(
 def _check_needed(
     parser: argparse.ArgumentParser, options: argparse.Namespace, needed: Sequence[Sequence[str]]
 ) -> None:
-    """Say all that is missing in one line. Where it is one option alone, the simulation says what it may be.
+    """Say all that is missing in one line.
 
     Raises:
-        UserError: several are.
+        UserError: something is.
     """
     swept = {"--" + text.partition("=")[0].removeprefix("--") for text in options.sweep}
     missing = [
         " or ".join(flags)
         for flags in needed
-        if not any(flag in swept or getattr(options, parser._option_string_actions[flag].dest) for flag in flags)
+        if swept.isdisjoint(flags) and all(_of(options, parser, flag) is None for flag in flags)
     ]
-    if len(missing) > 1:
-        raise UserError(f"simulate: these options are missing: {', '.join(missing)}")
+    if missing:
+        which = f"{missing[0]} is missing; give it" if len(missing) == 1 else ", ".join(missing)
+        raise UserError(f"simulate: {'' if len(missing) == 1 else 'these options are missing: '}{which}")
+
+
+def _of(options: argparse.Namespace, parser: argparse.ArgumentParser, flag: str) -> Any:
+    return getattr(options, parser._option_string_actions[flag].dest)
 
 
 def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulate: Simulate) -> int:
@@ -155,9 +160,10 @@ def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulat
         return 0
     swept_names = [sweep.flag.removeprefix("--") for sweep in sweeps]
     names = [*swept_names, "method", "utilisation", "tokens_per_second", "seconds"]
-    print("  ".join(f"{name:>{max(len(name), 12)}}" for name in names))
-    for row in rows:
-        print("  ".join(f"{_number(row[name]):>{max(len(name), 12)}}" for name in names))
+    shown = [names, *([_number(row[name]) for name in names] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for cells in shown:
+        print("  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)))
     return 0
 
 

@@ -306,20 +306,20 @@ class RunConfig:
     def _asynchronous_problems(self) -> list[str]:
         if not self.is_asynchronous:
             return [
-                f"{name} has no effect without rounds: asynchronous; add it or drop {name}"
+                f"{name} is of asynchronous rounds, and rounds is {self.rounds}; change that or drop {name}"
                 for name in self._given("contributions_per_step", "max_staleness")
             ]
         found = [
-            f"{name} has no meaning with rounds: asynchronous, which wait for nobody; drop it"
+            f"{name} has no meaning with asynchronous rounds, which wait for nobody; drop it"
             for name in self._given("quorum", "grace_seconds")
         ]
         found += [
-            f"{name} cannot be combined with rounds: asynchronous yet, where no two contributions meet; drop it"
+            f"{name} cannot be combined with asynchronous rounds, in which no two contributions meet; drop it"
             for name in self._given("merge_interval", *_PENALTY)
         ]
         if self.outer_optimizer == "sgd" and not self.outer_optimizer_nesterov:
             found.append(
-                "rounds: asynchronous have delayed Nesterov for an outer optimizer: use outer_optimizer sgd (with "
+                "asynchronous rounds have delayed Nesterov for an outer optimizer: use outer_optimizer sgd (with "
                 "outer_optimizer_momentum 0 for none of it) or none"
             )
         return found

@@ -127,6 +127,12 @@ class ServerConfig:
         Raises:
             UserError: something is wrong; names every problem.
         """
+        found = self.problems()
+        if found:
+            raise combine(found, "server configuration")
+
+    def problems(self) -> list[str]:
+        """Return the problems of the values, one sentence each."""
         found = []
         if not self.dir or "\0" in self.dir:
             found.append(f"dir is {self.dir!r}; name the folder in which the server should keep its state")
@@ -174,8 +180,7 @@ class ServerConfig:
             if not NAME.fullmatch(name):
                 found.append(f"{name!r} cannot be the name of a run; use letters, digits, '.', '_' and '-'")
             found += [f"run {name}: {problem}" for problem in run.problems()]
-        if found:
-            raise combine(found, "server configuration")
+        return found
 
     @property
     def folder(self) -> Path:
@@ -201,7 +206,7 @@ class ServerConfig:
         if len(self.shards) < 2 or len(set(self.shards)) < len(self.shards):
             found.append(f"shards are {', '.join(map(str, self.shards))}; give 2 or more, each once, or drop shards")
         if not 0 <= self.shard < len(self.shards):
-            found.append(f"shard is {self.shard}; it must be 0 to {len(self.shards) - 1} (--shard)")
+            found.append(f"shard is {self.shard}; it must be 0 to {len(self.shards) - 1}")
         if self.tls_cert is not None and self.tls_ca is None:
             found.append("shards with tls_cert need tls_ca, by which the first one knows the others; add it")
         if self.shard_secret_file is None and (self.token_file is not None or self.tls_client_ca is not None):

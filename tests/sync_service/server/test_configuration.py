@@ -109,18 +109,18 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
             "run r: step_weight_ratio has no effect without pseudo_gradnorm_reduce and step_weights or token_weights",
         ),
         ("runs: {r: {peers: 2, max_staleness: -1, rounds: asynchronous}}", "run r: max_staleness is -1; it must be 0"),
-        ("runs: {r: {peers: 2, rounds: asynchronous, quorum: 1}}", "run r: quorum has no meaning with rounds: asynch"),
+        ("runs: {r: {peers: 2, rounds: asynchronous, quorum: 1}}", "run r: quorum has no meaning with asynchronous r"),
         (
             "runs: {r: {peers: 2, rounds: asynchronous, sync_steps: 1, merge_interval: 5}}",
-            "run r: merge_interval cannot be combined with rounds: asynchronous yet",
+            "run r: merge_interval cannot be combined with asynchronous rounds, in which no two",
         ),
         (
             "runs: {r: {peers: 2, rounds: asynchronous, skip_anomaly: true}}",
-            "run r: skip_anomaly cannot be combined with rounds: asynchronous yet",
+            "run r: skip_anomaly cannot be combined with asynchronous rounds, in which no two",
         ),
         (
             "runs: {r: {peers: 2, rounds: asynchronous, outer_optimizer: sgd, outer_optimizer_nesterov: false}}",
-            "run r: rounds: asynchronous have delayed Nesterov for an outer optimizer: use outer_optimizer sgd",
+            "run r: asynchronous rounds have delayed Nesterov for an outer optimizer: use outer_optimizer sgd",
         ),
         ("runs: [r]", "runs must be a mapping"),
         ("runs: {r: {peers: 2, grace_seconds: 1.0e+300}}", "run r: grace_seconds is 1e.300; it must be a number of"),
@@ -168,7 +168,11 @@ def test_a_bad_file_is_refused_with_the_field(
         ([], "dir is missing"),
         (["--dir", "d"], "there is no run"),
         (["--dir", "d", "--run", "r"], "run r .*peers is missing"),
-        (["--dir", "d", "--peers", "0"], "run default: peers is 0"),
+        (["--dir", "d", "--peers", "0"], "run default: --peers is 0; it must be 1 to"),
+        (["--dir", "d", "--peers", "2", "--quorum", "3"], r"run default: --quorum is 3; it must be 1 to peers \(2\)"),
+        (["--dir", "d", "--peers", "2", "--merge-topk", "2"], "--merge-topk has no effect without --merge-interval"),
+        (["--dir", "d", "--peers", "2", "--tls-cert", "c"], "--tls-cert and --tls-key belong together; give both"),
+        (["--dir", "d", "--peers", "2", "--max-staleness", "2"], "--rounds is synchronous; change that or drop --max"),
         (["--dir", "d", "--peers", "1", "--bind", "10.0.0.1:1"], "which others reach"),
         (["--dir", "d", "--peers", "1", "--failpoint", "lunch"], "--failpoint 'lunch' is not one"),
         (["--dir", "d", "--run", "", "--peers", "1"], "'' cannot be the name of a run"),
@@ -182,6 +186,16 @@ def test_bad_flags_are_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["server", "start", *flags]) == 2
     assert re.search(problem, capsys.readouterr().err)
+
+
+def test_what_a_file_says_keeps_its_name_beside_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config = tmp_path / "server.yaml"
+    config.write_text("runs: {r: {peers: 2, quorum: 3}}\ntls_cert: cert.pem")
+    flags = ["--status-port", "-1", "--shard", "1", "--dir", str(tmp_path / "state")]
+    assert main(["server", "start", "--config", str(config), *flags]) == 2
+    error = capsys.readouterr().err
+    for said in ("tls_cert and tls_key belong", "--status-port is -1;", "--shard is 1, and", "run r: quorum is 3;"):
+        assert f". {said}" in error, error
 
 
 @pytest.mark.parametrize("path", ["state/runs", "state/runs/default/journal.jsonl", "state/address"])
