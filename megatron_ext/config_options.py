@@ -89,8 +89,8 @@ def in_option_names(text: str, options: Mapping[str, str]) -> str:
     """Return a text that speaks of fields in the words of people who gave options.
 
     Args:
-        text: of fields. One whose name is a word of any text is looked for where a sentence begins with it, or says
-            what it is.
+        text: of fields. Names without an underscore are ordinary words, too: they are replaced at the beginning of a
+            sentence, and where it says what they are.
         options: the option of each field that has one.
     """
     for name, option in options.items():

@@ -32,8 +32,8 @@ for arg in "$@"; do
 done
 if [[ -z $chosen ]]; then
     # Tests of several processes wait for each other, for ports and for disks, so that two processors have work for four
-    # files at once.
-    pytest_args+=(-n 4 --dist loadfile --durations=25)
+    # files at once. Not the files with most tests first: those with few have the longest ones, and would come last.
+    pytest_args+=(-n 4 --dist loadfile --no-loadscope-reorder --durations=25)
     if [[ -z $with_slow ]]; then
         pytest_args+=(-m "not slow")
     fi

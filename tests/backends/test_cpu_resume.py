@@ -7,6 +7,7 @@ import re
 import pytest
 
 from tests.backends.runs import DROPOUT, losses, stock, validation_losses
+from tests.support.every_run import one_of_each
 from tests.support.main_values import main_values
 from tests.support.presets import LAYOUTS, PRECISIONS, Options, command_line, toy_gpt
 from tests.support.pretrain import run_pretrain
@@ -42,7 +43,10 @@ REPAIRED = {
 @pytest.mark.parametrize(
     ("run", "options"),
     [
-        *(pytest.param(stock, options, id=name) for name, options in RESUMES.items()),
+        *(
+            pytest.param(stock, options, id=name, marks=[pytest.mark.slow] * (name in ("bf16", "bf16-experts")))
+            for name, options in RESUMES.items()
+        ),
         *(pytest.param(run_pretrain, options, id=name) for name, options in REPAIRED.items()),
     ],
 )
@@ -120,7 +124,7 @@ def test_options_for_writing_and_taking_checkpoints_in_other_ways(tmp_path):
     assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]
 
 
-@pytest.mark.parametrize(("before", "after"), [("torch_dist", "torch"), ("torch", "torch_dist")])
+@pytest.mark.parametrize(("before", "after"), one_of_each([("torch_dist", "torch"), ("torch", "torch_dist")], {1}))
 def test_a_resume_from_a_converted_checkpoint_keeps_the_bits(tmp_path, before, after):
     run, first, second = toy_gpt(PRECISIONS["bf16-distopt"]), *(os.fspath(tmp_path / name) for name in ("a", "b"))
     through = stock([*run, *command_line({"ckpt_format": before, "save": first, "save_interval": 2})], 2)

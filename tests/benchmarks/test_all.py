@@ -65,6 +65,7 @@ def made_up(**changes) -> Run:
     return as_run({**content, **changes}, "here")
 
 
+@pytest.mark.slow
 def test_a_report_is_kept_with_machine_and_versions_and_taken_from_there_the_next_time(folder: Path, capsys):
     assert call(folder, "--only", "measured") == 0
     (run,) = read_runs(benchmarks_all.FIGURES)

@@ -205,6 +205,7 @@ def test_the_price_is_of_every_interval_and_number_of_owners_after_the_same_toke
     assert all(run.steps % run.interval == 0 for run in runs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("study", one_of_each(["released", "price"], {0}))
 def test_a_study_reports_on_every_method_and_makes_no_finished_run_again(
     study: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -30,6 +30,7 @@ GOALS = {
 }
 
 
+@pytest.mark.slow
 def test_every_part_is_reported_against_its_goals(tmp_path, capsys):
     path = tmp_path / "report.json"
     tiny = ["--peers", "2", "--millions", "0.2", "--bytes-millions", "0.5", "--layers", "2", "--hidden", "32"]

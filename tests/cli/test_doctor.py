@@ -54,6 +54,7 @@ def test_it_says_what_works_and_what_does_not_with_reasons(report):
     assert any(entry["option"] == "--use-distributed-optimizer" for entry in report["tested"])
 
 
+@pytest.mark.slow
 def test_another_megatron_is_an_error_that_names_both_versions(tmp_path):
     package = tmp_path / "megatron" / "core"
     package.mkdir(parents=True)

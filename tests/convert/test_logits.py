@@ -42,6 +42,7 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     torch.testing.assert_close(rank.record.probe, models.logits(name), rtol=0, atol=3e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout"),
     [

@@ -55,6 +55,7 @@ def test_a_measure_is_finite_and_an_error_that_cannot_be_estimated_left_out():
         _measures("sciq", {"acc,none": math.nan})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_script_evaluates_a_model_on_local_questions(tmp_path: Path):
     random.seed(5)

@@ -46,6 +46,7 @@ CLAUSES = (
 """What the corpus, modules of Python's standard library, has many of."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1000)
 def test_a_dense_model_is_upcycled_trained_by_four_peers_exported_and_evaluated(tmp_path: Path):
     # A clause has two ends, the one of letters that such modules have, the other of signs that they have not.

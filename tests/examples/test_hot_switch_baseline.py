@@ -48,6 +48,7 @@ def test_stock_megatron_gets_the_strategy_in_its_own_words(desk: Desk) -> None:
     assert run_ranks(problems_of, 1, training_arguments(line)) == ["2 2 2"]
 
 
+@pytest.mark.slow
 def test_padded_rows_are_made_once_and_their_ends_count_nothing(desk: Desk) -> None:
     desk.command("torchrun", RECORD_ARGUMENTS)
     recorded = desk.folder / "arguments"

@@ -26,6 +26,7 @@ def call(script: str, *words: object, **environment: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_model_under_both_spellings(tmp_path: Path):
     source = models.save("qwen3_moe", tmp_path / "model")
     from_hf(source, tmp_path / "run")

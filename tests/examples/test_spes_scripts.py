@@ -418,6 +418,7 @@ def test_a_server_that_dies_while_others_train_is_a_failure(desk: Desk) -> None:
     assert "the server has ended with exit code 137; its state stays in" in output and "again with --resume" in output
 
 
+@pytest.mark.slow
 def test_all_of_a_node_ends_with_the_script_that_started_it(desk: Desk) -> None:
     desk.command("torchrun", TRAIN_UNTIL_TOLD)
     environment, _ = first_node(desk)

@@ -4,6 +4,8 @@
 import os
 from functools import partial
 
+import pytest
+
 from tests.hot_switch.runs import arguments, assert_resumed, full_parameters, hot_run
 from tests.support.pretrain import run_pretrain
 from tests.support.slow_writer import ASYNC, at_step, hold_writes, open_gate, start_writers_at_once
@@ -12,6 +14,7 @@ HOT = (["1,2,1", "2,1,1", "1,1,2"], [32, 16, 8, 0])
 OPTIONS = {"bf16": True, "use_distributed_optimizer": True, "hidden_dropout": 0.1, "train_iters": 4}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     folder, gate = os.fspath(tmp_path / "saved"), os.fspath(tmp_path / "gate")
     saving = arguments(*HOT, **OPTIONS, **ASYNC, save=folder, save_interval=2)

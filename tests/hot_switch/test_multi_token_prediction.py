@@ -132,6 +132,7 @@ def test_rows_with_masks_give_what_documents_do():
     assert_equal_except_for_rounding(by_rows, hot_run(["1,2,1", "2,1,1"], [32, 12, 0], **options))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path):
     # Stock Megatron 0.19 cannot save a distributed optimizer of these layers over two stages.
     options = {**MTP, "bf16": True, "hidden_dropout": 0.1, "eval_iters": 1, "train_iters": 4, "eval_interval": 3}

@@ -66,6 +66,7 @@ strategies:
 """
 
 
+@pytest.mark.slow
 def test_stages_before_replicas_change_nothing(tmp_path):
     file = tmp_path / "strategies.yaml"
     file.write_text(STAGES_FIRST)

@@ -30,10 +30,17 @@ from tests.support.pretrain import run_pretrain
 
 @pytest.mark.parametrize(
     ("strategies", "passes_on", "options"),
-    [
-        (["1,2,2", "4,1,1", "2,1,2"], False, {}),
-        (["2,2,1", "1,4,1", "1,2,2"], True, {**LLAMA, "use_distributed_optimizer": True, "sequence_parallel": True}),
-    ],
+    one_of_each(
+        [
+            (["1,2,2", "4,1,1", "2,1,2"], False, {}),
+            (
+                ["2,2,1", "1,4,1", "1,2,2"],
+                True,
+                {**LLAMA, "use_distributed_optimizer": True, "sequence_parallel": True},
+            ),
+        ],
+        {1},
+    ),
     ids=["tp and pp at home", "distributed optimizer and sequence parallel"],
 )
 def test_hot_equals_static(strategies, passes_on, options):

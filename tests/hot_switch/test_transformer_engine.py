@@ -154,6 +154,7 @@ def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, 
             {},
             {"defer_embedding_wgrad_compute": True, "wgrad_deferral_limit": 2, "num_layers": 4, "train_iters": 6},
             id="the output layer's after the others",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -168,6 +169,7 @@ def test_products_that_add_their_gradients_themselves_change_nothing(tmp_path, s
     assert_equal_except_for_rounding(hot, stock_run(home, *before, *told, **{**layout, **options}))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path: Path):
     options = {**LLAMA, **TE, "use_distributed_optimizer": True, "hidden_dropout": 0.1, "attention_dropout": 0.1}
     options |= {"train_iters": 4, "eval_iters": 1, "eval_interval": 3, "bf16": True}

@@ -14,6 +14,7 @@ from tests.hot_switch.runs import (
     same_weights,
 )
 from tests.local_sgd.runs import model_digests
+from tests.support.every_run import one_of_each
 from tests.support.presets import MOE, toy_gpt
 from tests.support.pretrain import run_pretrain
 from tests.transport.meter import crossing_calls, install_meter
@@ -65,11 +66,14 @@ def _read_share(worker):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"local_sgd_warmup_steps": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
-        {"optimizer": "muon", "muon_fp32_matmul_prec": "high"},
-    ],
+    one_of_each(
+        [
+            {},
+            {"local_sgd_warmup_steps": 2, "use_distributed_optimizer": True, "overlap_grad_reduce": True},
+            {"optimizer": "muon", "muon_fp32_matmul_prec": "high"},
+        ],
+        {1},
+    ),
     ids=["from the start", "after a synchronous warm-up", "Muon"],
 )
 def test_strategies_change_no_round(options):

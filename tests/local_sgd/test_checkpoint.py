@@ -44,10 +44,10 @@ STREAMING = {
     [
         ("dp2", "bf16-distopt-overlap", 2, ANYWHERE, {}),
         pytest.param("dp2", "bf16-distopt", 2, (9, 11), PENALTY, id="penalty"),
-        pytest.param("pp2", "bf16-distopt-overlap", 2, (4, 6), STREAMING, id="streaming"),
         *(
             pytest.param(*values[:-1], id=values[-1], marks=pytest.mark.slow)
             for values in (
+                ("pp2", "bf16-distopt-overlap", 2, (4, 6), STREAMING, "streaming"),
                 ("single", "fp32", 2, ANYWHERE, {"hidden_dropout": 0.1, "attention_dropout": 0.1}, "dropout"),
                 ("single", "bf16", 3, APART_AND_SYNCED, ADAM, "three workers"),
                 ("single", "fp32", 2, APART_AND_SYNCED, {"fp16": True, "initial_loss_scale": 2.0**15}, "fp16"),

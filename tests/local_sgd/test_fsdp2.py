@@ -67,6 +67,7 @@ def test_workers_that_shard_their_weights_do_what_whole_ones_do(tmp_path, extra)
         assert sharded_round["pseudo_gradient_norm"] == pytest.approx(whole_round["pseudo_gradient_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_workers_without_sync_equal_separate_jobs_with_fsdp2_by_digest():
     options = {**FSDP2, "bf16": True}
     together = local_run("dp2", "fp32", workers=2, local_sgd_sync_interval=1000, **options)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.local_sgd.runs import arguments, local_run, same_state
+from tests.support.every_run import one_of_each
 from tests.support.pretrain import run_failing_pretrain
 
 OPTIONS = {"train_iters": 6, "local_sgd_sync_interval": 3}
@@ -26,7 +27,7 @@ def test_a_resume_that_only_logs_differences_keeps_its_bits(saved, strictness):
     assert same_state(local_run("single", "bf16-distopt", workers=2, **reading, **OPTIONS), through)
 
 
-@pytest.mark.parametrize("strictness", ["log_all", "log_unexpected", "ignore_all"])
+@pytest.mark.parametrize("strictness", one_of_each(["log_all", "log_unexpected", "ignore_all"], {0}))
 def test_what_a_worker_needs_is_refused_by_name_where_a_checkpoint_lacks_it(saved, tmp_path, strictness):
     folder, _ = saved
     damaged = tmp_path / "iter_0000002"

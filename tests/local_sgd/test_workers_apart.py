@@ -40,7 +40,7 @@ BUCKETS = {
             ("dp2", "bf16-distopt", REDUCED_IN_BF16),
             ("dp2", "bf16-distopt", BUCKETS),
         ],
-        {0, 3, 5, 6, 8, 10},
+        {0, 3, 5, 6},
     ),
     ids=lambda value: "-".join(f"{key}={item}" for key, item in value.items()) if isinstance(value, dict) else value,
 )

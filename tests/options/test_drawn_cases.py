@@ -128,6 +128,7 @@ def assert_peers_resume(make_service: MakeService, run: dict[str, Value], case: 
     assert all(same_bits(*pair) for pair in zip(*found, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_peer_trains_and_resumes(make_service: MakeService, seed: int, tmp_path: Path):
     def train(case: dict[str, Value]) -> None:
@@ -136,6 +137,7 @@ def test_a_peer_trains_and_resumes(make_service: MakeService, seed: int, tmp_pat
     as_far_as_it_is_not_refused(train, drawn_case(seed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_peers_that_own_half_of_the_experts_each_train_and_resume(make_service: MakeService, seed: int, tmp_path: Path):
     def train(case: dict[str, Value]) -> None:

@@ -11,6 +11,7 @@ from megatron_ext.local_sgd.reporting.round_log import read_rounds
 from tests.local_sgd.plain_runs import flat, model, train, wrapped
 from tests.local_sgd.runs import local_run
 from tests.support.distributed import run_ranks
+from tests.support.every_run import one_of_each
 
 PENALTY = {
     "skip_anomaly": True,
@@ -42,7 +43,9 @@ def tripled(log, fields):
     return flat(module)
 
 
-@pytest.mark.parametrize(("workers", "fields"), [(2, {}), (3, {}), (2, {"streaming": {"fragments": 2}})])
+@pytest.mark.parametrize(
+    ("workers", "fields"), one_of_each([(2, {}), (3, {}), (2, {"streaming": {"fragments": 2}})], {1, 2})
+)
 def test_a_tripled_learning_rate_skips_units_in_no_more_than_the_stated_rounds(tmp_path: Path, workers, fields):
     log = str(tmp_path / "rounds.jsonl")
     first, *others = run_ranks(tripled, workers, log, {**PENALTY, **fields})

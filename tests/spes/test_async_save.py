@@ -6,12 +6,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.spes.test_feature import RUN, SPES
 from tests.support.slow_writer import ASYNC, at_step, hold_writes, let_write, start_writers_at_once
 from tests.sync_service.jobs import SINGLE, die_in_step, failing_job, model_of, run_job, same_bits
 from tests.sync_service.service import Service
 
 
+@pytest.mark.slow
 def test_a_peer_resumes_with_the_same_bits(make_service: Callable[..., Service], tmp_path: Path):
     service = make_service({name: {**RUN, "quorum": 1, "grace_seconds": 0.1} for name in ("whole", "killed")})
     service.start()

@@ -16,6 +16,7 @@ LEGACY = {"ckpt_format": "torch"}
 
 
 # Of two ranks of a peer that trains experts 0 and 1 contiguously, one has none of them to train.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "assignment"),
     [

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.spes.test_feature import MODEL, OWNED, RUN, SPES, expert_of
+from tests.support.every_run import one_of_each
 from tests.support.pretrain import RankOutcome, run_pretrain
 from tests.sync_service.jobs import ALONE, failing_job, job_arguments, start_job
 from tests.sync_service.service import Service
@@ -46,12 +47,15 @@ def by_name(ranks: list[RankOutcome]) -> dict[str, dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        (("single", "fp32", 1), {}),
-        (("single", "bf16", 1), {}),
-        (("single", "bf16-distopt", 1), RESHARDABLE),
-        (("moe-ep2", "bf16-distopt", 2), RESHARDABLE),
-    ],
+    one_of_each(
+        [
+            (("single", "fp32", 1), {}),
+            (("single", "bf16", 1), {}),
+            (("single", "bf16-distopt", 1), RESHARDABLE),
+            (("moe-ep2", "bf16-distopt", 2), RESHARDABLE),
+        ],
+        {1, 3},
+    ),
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
 )
 def test_every_peer_takes_the_moments_of_what_it_trains(

@@ -144,6 +144,7 @@ def runs(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[R
         service.stop()
 
 
+@pytest.mark.slow
 def test_peers_with_guests_compute_what_peers_without_do(runs: Runs):
     for name, ours in runs.switched.items():
         theirs, steps = runs.alone[name], slice(6 if name == "a" else 0, 8)

@@ -49,7 +49,7 @@ def _lines(logs: dict[int, str]) -> Iterator[str]:
     rest = b""
     while True:
         _reap(logs)
-        if not select.select([0], [], [], POLL_SECONDS)[0]:
+        if not select.select([0], [], [], POLL_SECONDS if logs else None)[0]:
             continue
         data = os.read(0, 1 << 16)
         if not data:

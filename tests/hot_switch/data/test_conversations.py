@@ -214,6 +214,7 @@ def test_hot_equals_static_on_conversations(tmp_path, folder, with_datasets):
     assert_resumed(hot(load=saved), through, after=3)
 
 
+@pytest.mark.slow
 def test_workers_of_local_sgd_switch_on_conversations_and_resume_in_mid_interval(tmp_path, folder, with_datasets):
     file = tmp_path / "strategies.yaml"
     file.write_text("bucket_sizes: [64, 32, 0]\nstrategies: [{dp: 2, tp: 1, pp: 1}, {dp: 1, tp: 2, pp: 1}]\n")

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.local_sgd.test_expert_bias import BIASED, biases
 from tests.sync_service.jobs import Kind, die_in_step, failing_job, model_of, run_job, same_bits, start_job
@@ -41,6 +42,7 @@ def apart(make_service: MakeService, index: int, kind: Kind) -> list[list[float]
     return run_job(service, f"alone-{index}", kind, probe=biases, **options, **BIASED)[0].probe
 
 
+@pytest.mark.slow
 def test_a_spes_peer_that_is_killed_in_mid_interval_changes_no_bit(make_service: MakeService, tmp_path: Path):
     spes = {
         **BIASED,

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.every_run import one_of_each
 from tests.support.pretrain import run_pretrain
 from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
@@ -53,11 +54,18 @@ def undisturbed(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.mark.parametrize(
     ("kinds", "codec", "servers"),
-    [
-        ([("tp2", "bf16", 2), ("pp2", "bf16-distopt", 2), ("single", "bf16-distopt-overlap", 2), SINGLE], "fp32", 1),
-        ([("moe-ep2", "bf16-distopt", 2), ("moe-ep2", "fp32", 2)], "int8", 2),
-        ([("latent-tp2", "bf16-distopt", 2), ("latent", "fp32", 1)], "bf16", 1),
-    ],
+    one_of_each(
+        [
+            (
+                [("tp2", "bf16", 2), ("pp2", "bf16-distopt", 2), ("single", "bf16-distopt-overlap", 2), SINGLE],
+                "fp32",
+                1,
+            ),
+            ([("moe-ep2", "bf16-distopt", 2), ("moe-ep2", "fp32", 2)], "int8", 2),
+            ([("latent-tp2", "bf16-distopt", 2), ("latent", "fp32", 1)], "bf16", 1),
+        ],
+        {0, 1},
+    ),
     ids=["dense-fp32", "moe-int8-two-servers", "latent-attention-bf16"],
 )
 def test_peers_of_different_layouts_end_with_the_same_bits(

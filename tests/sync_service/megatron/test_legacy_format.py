@@ -22,7 +22,9 @@ MakeService = Callable[..., Service]
     [
         # The residuals of the first round, after iteration 4, are sent along in the second.
         pytest.param(("dp2", "bf16-distopt", 2), {"sync_service_codec": "int4"}, 5, id="replicas"),
-        pytest.param(TWO_WORKERS, {**WORKERS, "local_sgd_sync_interval": 2}, 5, id="workers"),
+        pytest.param(
+            TWO_WORKERS, {**WORKERS, "local_sgd_sync_interval": 2}, 5, id="workers", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_killed_peer_resumes_with_the_same_bits(
@@ -39,6 +41,7 @@ def test_a_killed_peer_resumes_with_the_same_bits(
     assert same_bits(undisturbed, model_of(resumed))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"), one_of_each([("torch_dist", "torch"), ("torch", "torch_dist")], {1})
 )

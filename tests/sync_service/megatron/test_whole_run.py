@@ -11,6 +11,7 @@ import pytest
 from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
 from megatron_ext.sync_service.megatron.whole_run import count_schedule_in_own_samples, resume_in_part
+from tests.support.every_run import one_of_each
 from tests.support.pretrain import RankOutcome, run_pretrain
 from tests.sync_service.jobs import ALONE, SINGLE, job_arguments, remember_samples, samples_of, start_job
 from tests.sync_service.service import Service
@@ -109,7 +110,7 @@ def test_no_sample_comes_twice(consumed: int, before: int, peers: int, part: int
         assert args.consumed_train_samples == consumed
 
 
-@pytest.mark.parametrize(("name", "weights_alone"), [("two", False), ("one", True)])
+@pytest.mark.parametrize(("name", "weights_alone"), one_of_each([("two", False), ("one", True)], {1}))
 def test_a_run_with_fewer_peers_resumes_after_the_samples_of_all_earlier_ones(
     make_service: MakeService, tmp_path: Path, name: str, weights_alone: bool
 ):
