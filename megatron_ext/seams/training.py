@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from megatron_ext.errors import UserError
@@ -30,7 +30,7 @@ from megatron_ext.params.fsdp_shards import uneven_rows
 from megatron_ext.patching import Patch
 from megatron_ext.run_options import run_options
 from megatron_ext.seams.arguments import say, with_arguments
-from megatron_ext.seams.process_groups import current_groups
+from megatron_ext.seams.process_groups import WorkerParallelState, current_groups
 from megatron_ext.transport.lost_rank import lost_rank
 from megatron_ext.worker_ending import is_common_end, training_starts
 
@@ -236,8 +236,24 @@ def _keeping_the_hook_of_gradients(config: Any) -> Iterator[None]:
         module.finalize_model_grads = stock
 
 
+@contextmanager
+def _averaging_losses_inside_the_worker() -> Iterator[None]:
+    """Let a step that knows no groups but those of `parallel_state` find the worker's there."""
+    from megatron.training import training
+
+    module: Any = training
+    full = module.mpu
+    module.mpu = WorkerParallelState(full)
+    try:
+        yield
+    finally:
+        module.mpu = full
+
+
 def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
+    # Since 0.19 a step averages the losses that it reports over the groups of its model.
+    inside = nullcontext if "pg_collection" in signature.parameters else _averaging_losses_inside_the_worker
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -246,10 +262,10 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
         hooks.fire(StepStart(iteration=iteration))
         given["forward_backward_func"] = hooks.forward_backward(given["forward_backward_func"])
         # (losses, skipped, should_checkpoint, should_exit, ...): a step that asks to exit made no update.
-        with _dumping_by_worker():
+        with inside(), _dumping_by_worker():
             results = [original(**given)]
         while not results[-1][3] and hooks.another_step(len(results)):
-            with _without_dumps():
+            with inside(), _without_dumps():
                 results.append(original(**given))
         result = results[0] if len(results) == 1 else joined_steps(results)
         hooks.fire(_step_end(iteration, result, results))

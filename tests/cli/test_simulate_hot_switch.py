@@ -154,7 +154,7 @@ def test_a_strategy_file_is_read_with_what_it_computes_again(
         (["--steps", "100000"], "--steps 100000 of --global-batch-size 68 have more than 1000000 sequences in all"),
         (["--hot-switch-algorithm", "greedy"], "--hot-switch-algorithm is balanced in a simulation; drop it"),
         (["--hot-switch-profile"], "--hot-switch-profile decides over no time and no byte that are simulated"),
-        (["--hot-switch-strategy-file", "a.yaml"], "give either --hot-switch-strategies"),
+        (["--hot-switch-strategy-file", "a.yaml"], "--hot-switch-strategy-file are both given; drop one"),
         (["--moe-router-topk", "2"], "it must be 1, because the model has no experts"),
         (["--sweep", "hot-switch-strategies=8,1,1"], "there is no option --hot-switch-strategies with a value"),
         (["--model", "llama-1t"], "'llama-1t' is not known"),

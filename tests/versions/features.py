@@ -16,6 +16,8 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
         "tests/local_sgd/test_rounds.py::test_overlapped_communication_changes_no_bit",
         f"{_RESUME}[penalty]",
         f"{_RESUME}[inner SGD]",
+        "tests/local_sgd/meetings/test_meeting_runs.py::test_a_resume_where_workers_differ_repeats_the_run_bit_for_bit",
+        "tests/local_sgd/test_async_save.py::test_no_step_waits_for_other_workers_while_a_checkpoint_is_written",
     ),
     "sync service": ("tests/sync_service/megatron/test_jobs.py::test_peers_do_what_workers_inside_one_job_do",),
     "SPES": (
