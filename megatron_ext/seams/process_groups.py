@@ -32,6 +32,7 @@ __all__ = [
     "current_groups",
     "let_layout_span_workers",
     "patches",
+    "seen_by_a_worker",
     "spans_workers",
 ]
 
@@ -77,6 +78,11 @@ def let_layout_span_workers(spans: bool) -> None:
     """Say whether the layout in place spans all workers, or lies inside one as a whole."""
     global _cuts
     _cuts = spans
+
+
+def seen_by_a_worker(state: Any) -> Any:
+    """Return `parallel_state` as a worker sees it, or itself where no feature cuts the run into workers."""
+    return state if _groups is None else WorkerParallelState(state)
 
 
 def patches() -> list[Patch]:

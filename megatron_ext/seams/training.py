@@ -30,7 +30,7 @@ from megatron_ext.params.fsdp_shards import uneven_rows
 from megatron_ext.patching import Patch
 from megatron_ext.run_options import run_options
 from megatron_ext.seams.arguments import say, with_arguments
-from megatron_ext.seams.process_groups import WorkerParallelState, current_groups
+from megatron_ext.seams.process_groups import current_groups, seen_by_a_worker
 from megatron_ext.transport.lost_rank import lost_rank
 from megatron_ext.worker_ending import is_common_end, training_starts
 
@@ -243,7 +243,7 @@ def _averaging_losses_inside_the_worker() -> Iterator[None]:
 
     module: Any = training
     full = module.mpu
-    module.mpu = WorkerParallelState(full)
+    module.mpu = seen_by_a_worker(full)
     try:
         yield
     finally:
