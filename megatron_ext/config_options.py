@@ -5,8 +5,9 @@ import argparse
 import numbers
 import re
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, field
+from types import MappingProxyType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
 __all__ = [
@@ -85,15 +86,16 @@ def in_field_names(text: str, fields: Mapping[str, "Field[Any]"], off: str) -> s
     return text
 
 
-def in_option_names(text: str, options: Mapping[str, str]) -> str:
+def in_option_names(text: str, names: Iterable[str], renamed: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return a text that speaks of fields in the words of people who gave options.
 
     Args:
         text: of fields. Names without an underscore are ordinary words, too: they are replaced at the beginning of a
             sentence, and where it says what they are.
-        options: the option of each field that has one.
+        names: of the fields that are options under their own names.
+        renamed: the options of fields that are options under other names.
     """
-    for name, option in options.items():
+    for name, option in {**{name: "--" + name.replace("_", "-") for name in names}, **renamed}.items():
         where = rf"(?<![-\w]){name}\b" if "_" in name else rf"(?:^|(?<=: )){name}(?= )|(?<![-\w]){name}(?= is )"
         text = re.sub(where, option, text)
     return text

@@ -181,8 +181,7 @@ def run_start(args: argparse.Namespace) -> int:
     config = ServerConfig(**given)
     # Without a file everything has been given by flags, or is missing as a flag.
     by_flag = [name for name in (*flags, *of_run) if args.config is None or getattr(args, name) is not None]
-    options = {name: "--" + name.replace("_", "-") for name in by_flag}
-    if problems := [in_option_names(problem, options) for problem in config.problems()]:
+    if problems := [in_option_names(problem, by_flag) for problem in config.problems()]:
         raise combine(problems, "server configuration")
     return serve(config, args.failpoint)
 

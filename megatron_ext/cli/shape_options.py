@@ -33,12 +33,8 @@ _FIELDS = (
 )
 """Options whose names are those of fields of `GptShape`."""
 
-_OPTIONS = {
-    **{name: "--" + name.replace("_", "-") for name in _FIELDS},
-    "num_moe_experts": "--num-experts",
-    "max_sequence_length": "--max-position-embeddings",
-}
-"""The option of each field of `GptShape` that has one."""
+_RENAMED = {"num_moe_experts": "--num-experts", "max_sequence_length": "--max-position-embeddings"}
+"""Options of fields of `GptShape` that have other names."""
 
 
 def add_shape_options(parser: argparse.ArgumentParser) -> None:
@@ -142,7 +138,7 @@ def _in_options() -> Iterator[None]:
     try:
         yield
     except ParamsError as error:
-        said = in_option_names(str(error).removeprefix("GPT shape: "), _OPTIONS)
+        said = in_option_names(str(error).removeprefix("GPT shape: "), _FIELDS, _RENAMED)
         raise combine([said], "model") from None
 
 

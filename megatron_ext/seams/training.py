@@ -7,7 +7,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from megatron_ext.errors import UserError
@@ -220,40 +220,50 @@ def _require_rows_that_can_be_saved(model: Sequence[Any], config: Any) -> None:
 
 
 @contextmanager
-def _keeping_the_hook_of_gradients(config: Any) -> Iterator[None]:
-    """Let `train` keep the function that features have put into `config.finalize_model_grads_func`.
+def _in_place_of(name: str, instead: Callable[[Any], Any]) -> Iterator[None]:
+    """Let the loop's module find something else under a name.
 
-    Megatron 0.18 puts its own in its place, which it looks up here; later releases do so where there is none.
+    Args:
+        name: a global of the module.
+        instead: given what is there, returns what is to be found.
     """
     from megatron.training import training
 
     module: Any = training
-    stock = module.finalize_model_grads
-    module.finalize_model_grads = config.finalize_model_grads_func or stock
+    stock = getattr(module, name)
+    setattr(module, name, instead(stock))
     try:
         yield
     finally:
-        module.finalize_model_grads = stock
+        setattr(module, name, stock)
 
 
-@contextmanager
-def _averaging_losses_inside_the_worker() -> Iterator[None]:
-    """Let a step that knows no groups but those of `parallel_state` find the worker's there."""
-    from megatron.training import training
+def _keeping_the_hook_of_gradients(config: Any) -> AbstractContextManager[None]:
+    """Let `train` keep the function that features have put into `config.finalize_model_grads_func`.
 
-    module: Any = training
-    full = module.mpu
-    module.mpu = seen_by_a_worker(full)
-    try:
-        yield
-    finally:
-        module.mpu = full
+    Megatron 0.18 puts its own in its place, which it looks up here; later releases do so where there is none.
+    """
+    return _in_place_of("finalize_model_grads", lambda stock: config.finalize_model_grads_func or stock)
+
+
+def _inside_the_worker(step: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """Return a step that averages the losses which it reports over the worker's ranks.
+
+    Since Megatron 0.19 the groups are those of the step's model; before, it knows those of `parallel_state` alone.
+    """
+    if "pg_collection" in signature.parameters:
+        return step
+
+    def inside(**given: Any) -> Any:
+        with _in_place_of("mpu", seen_by_a_worker):
+            return step(**given)
+
+    return inside
 
 
 def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(original)
-    # Since 0.19 a step averages the losses that it reports over the groups of its model.
-    inside = nullcontext if "pg_collection" in signature.parameters else _averaging_losses_inside_the_worker
+    step = _inside_the_worker(original, signature)
 
     @functools.wraps(original)
     def train_step(*args: Any, **kwargs: Any) -> Any:
@@ -262,11 +272,11 @@ def _wrap_step(original: Callable[..., Any]) -> Callable[..., Any]:
         hooks.fire(StepStart(iteration=iteration))
         given["forward_backward_func"] = hooks.forward_backward(given["forward_backward_func"])
         # (losses, skipped, should_checkpoint, should_exit, ...): a step that asks to exit made no update.
-        with inside(), _dumping_by_worker():
-            results = [original(**given)]
+        with _dumping_by_worker():
+            results = [step(**given)]
         while not results[-1][3] and hooks.another_step(len(results)):
-            with inside(), _without_dumps():
-                results.append(original(**given))
+            with _without_dumps():
+                results.append(step(**given))
         result = results[0] if len(results) == 1 else joined_steps(results)
         hooks.fire(_step_end(iteration, result, results))
         return result

@@ -26,8 +26,6 @@ _BYTES_PER_GBIT = 1e9 / 8
 _OF_THE_RUN = ("rounds", "quorum", "grace_seconds", "max_staleness")
 """Fields of a run at the server that are options of the simulation."""
 
-_OPTIONS = {name: "--" + name.replace("_", "-") for name in ("peers", *_OF_THE_RUN)}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSetup:
@@ -61,7 +59,7 @@ class ServiceSetup:
         """
         found = (
             self._field_problems()
-            or [in_option_names(problem, _OPTIONS) for problem in self.run_config.problems()]
+            or [in_option_names(problem, ("peers", *_OF_THE_RUN)) for problem in self.run_config.problems()]
             or self.training.model_problems(self.parameters, self.peers.peer_gpus)
             or self._schedule_problems()
             or self._too_long()

@@ -44,7 +44,7 @@ REPAIRED = {
     ("run", "options"),
     [
         *(
-            pytest.param(stock, options, id=name, marks=[pytest.mark.slow] * (name in ("bf16", "bf16-experts")))
+            pytest.param(stock, options, id=name, marks=pytest.mark.slow if name in ("bf16", "bf16-experts") else ())
             for name, options in RESUMES.items()
         ),
         *(pytest.param(run_pretrain, options, id=name) for name, options in REPAIRED.items()),

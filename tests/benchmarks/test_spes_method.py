@@ -22,7 +22,6 @@ from benchmarks.spes_method.runs import Runs, equivalent
 from benchmarks.spes_method.training import Adam, Merging, Method, block_owners, everyone, merged, train
 from megatron_ext.spes import merge_experts
 from tests.support.corpus import make, write_json_lines
-from tests.support.every_run import one_of_each
 
 TOY = Sizes(hidden=16, experts=4, width=8, context=16)
 ADAM = Adam(rate=1e-2, least=1e-3, warmup=1, steps=9, clip=0.5)
@@ -206,7 +205,7 @@ def test_the_price_is_of_every_interval_and_number_of_owners_after_the_same_toke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("study", one_of_each(["released", "price"], {0}))
+@pytest.mark.parametrize("study", ["released", "price"])
 def test_a_study_reports_on_every_method_and_makes_no_finished_run_again(
     study: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

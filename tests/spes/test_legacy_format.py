@@ -20,7 +20,7 @@ LEGACY = {"ckpt_format": "torch"}
 @pytest.mark.parametrize(
     ("kind", "assignment"),
     [
-        pytest.param(("single", "fp32", 1), "interleaved", id="one rank", marks=pytest.mark.slow),
+        pytest.param(("single", "fp32", 1), "interleaved", id="one rank"),
         pytest.param(("moe-ep2", "bf16-distopt", 2), "contiguous", id="a rank without experts"),
     ],
 )

@@ -112,15 +112,13 @@ def _check_needed(
     missing = [
         " or ".join(flags)
         for flags in needed
-        if swept.isdisjoint(flags) and all(_of(options, parser, flag) is None for flag in flags)
+        if swept.isdisjoint(flags)
+        and all(getattr(options, parser._option_string_actions[flag].dest) is None for flag in flags)
     ]
+    if len(missing) == 1:
+        raise UserError(f"simulate: {missing[0]} is missing; give it")
     if missing:
-        which = f"{missing[0]} is missing; give it" if len(missing) == 1 else ", ".join(missing)
-        raise UserError(f"simulate: {'' if len(missing) == 1 else 'these options are missing: '}{which}")
-
-
-def _of(options: argparse.Namespace, parser: argparse.ArgumentParser, flag: str) -> Any:
-    return getattr(options, parser._option_string_actions[flag].dest)
+        raise UserError(f"simulate: these options are missing: {', '.join(missing)}")
 
 
 def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulate: Simulate) -> int:
