@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On the CPU backend a gloo group has one worker: torch's two write into one string without a lock."""
+"""On the CPU backend a gloo group has one worker: torch's two write into one string without a lock.
+
+All groups of a process share one thread that waits for sockets.
+"""
 
 import datetime
 
@@ -73,6 +76,43 @@ def group_with_options_of_the_callers():
 
 def test_who_chooses_the_number_of_workers_keeps_it():
     assert run_ranks(with_the_backend, 1, group_with_options_of_the_callers) == [3]
+
+
+def threads_of_many_groups():
+    """Return how many threads wait for sockets, in this process and in one that it forks, and a sum over the groups."""
+    import os
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    groups = [dist.new_group([0, 1]) for _ in range(8)]
+    tensors = [torch.ones(1000) for _ in groups]
+    together = zip(tensors, groups, strict=True)
+    for work in [dist.all_reduce(tensor, group=group, async_op=True) for tensor, group in together]:
+        work.wait()
+    # A group that goes takes nothing from the others.
+    dist.destroy_process_group(groups.pop())
+    dist.all_reduce(tensors[0], group=groups[0])
+    reading, writing = os.pipe()
+    if not (child := os.fork()):
+        alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, datetime.timedelta(seconds=9))
+        alone.allreduce([torch.ones(1)]).wait()
+        os.write(writing, bytes([socket_threads()]))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return socket_threads(), os.read(reading, 1)[0], [tensor.sum().item() for tensor in tensors]
+
+
+def socket_threads():
+    from pathlib import Path
+
+    return [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")].count("gloo_tcp_loop")
+
+
+def test_all_groups_of_a_process_wait_for_sockets_in_one_thread():
+    found = run_ranks(with_the_backend, 2, threads_of_many_groups)
+    assert found == [(1, 1, [4000.0] + [2000.0] * 7)] * 2
 
 
 def groups_after_the_backend():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups of gloo with one worker thread each, where torch makes two.
+"""Process groups of gloo with one worker thread each, and one thread for the sockets of all; torch makes three each.
 
 Each worker writes the names of the operations that it begins and ends into strings of the group, and nothing guards
 them (`runLoop` in ProcessGroupGloo.cpp; seen with torch 2.13). A name of 16 letters or more lies on the heap, as
@@ -8,6 +8,10 @@ end together may free one string twice, and the process dies, or worse, some tim
 overlap killed a pipeline with virtual stages once in some thousand iterations.
 
 One worker takes the group's operations in the order in which they were asked for, as NCCL does.
+
+A device of gloo has a thread that waits for its sockets and wakes up a hundred times a second. Torch makes a device for
+every group, and a rank of Megatron has some thirty groups: on a machine where ranks share processors, which is where
+people try a layout, those threads took 8 % of the processors' time. All groups of a process can have one.
 """
 
 from __future__ import annotations
@@ -36,7 +40,7 @@ def patches() -> tuple[Patch, ...]:
     return _PATCHES
 
 
-def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
+def _with_few_threads(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: Any, store: Any, rank: int, size: int, *args: Any, **kwargs: Any) -> None:
         # The other form takes options, in which the caller has chosen how many.
@@ -45,16 +49,21 @@ def _with_one_worker(original: Callable[..., None]) -> Callable[..., None]:
         options = _GLOO._Options()
         if args or "timeout" in kwargs:
             options._timeout = args[0] if args else kwargs["timeout"]
-        options._devices = _devices()
+        options._devices = _devices(os.environ.get(_INTERFACES, ""), os.getpid())
         options._threads = 1
         return original(self, store, rank, size, options)
 
     return __init__
 
 
-def _devices() -> list[Any]:
-    """Return the devices that torch would choose."""
-    names = os.environ.get(_INTERFACES, "")
+@functools.cache
+def _devices(names: str, process: int) -> list[Any]:
+    """Return the devices that torch would choose, once for all groups.
+
+    Args:
+        names: of the interfaces, or none.
+        process: its number, since a device's thread stays behind in a fork.
+    """
     if not names:
         return [_GLOO.create_default_device()]
     return [_GLOO.create_device(interface=name) for name in names.split(",")]
@@ -64,9 +73,9 @@ _PATCHES = (
     Patch(
         name="cpu/gloo-workers",
         target="torch.distributed.distributed_c10d:ProcessGroupGloo.__init__",
-        wrap=_with_one_worker,
+        wrap=_with_few_threads,
         reason="The two workers of a gloo group write into one string without a lock, which corrupts the heap when a "
-        "coalesced gather and another operation end together.",
+        "coalesced gather and another operation end together; a thread per group that waits for sockets takes time.",
         versions=TORCH_VERSIONS,
         distribution="torch",
     ),
