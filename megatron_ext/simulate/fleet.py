@@ -27,7 +27,7 @@ JITTER = NumberRule(least=1e-6, most=3, or_zero=True)
 MTBF_HOURS = NumberRule(least=1e-6, most=1e9, or_zero=True)
 """Of a GPU."""
 
-_WORKERS = NumberRule(least=2, most=100_000)
+_WORKERS = NumberRule(least=1, most=100_000)
 """Of a job. The slowest of all of them is drawn for some dozens of steps at once."""
 
 
@@ -114,8 +114,11 @@ class SimulatedFleet:
     def _contradictions(self) -> list[str]:
         together = {
             "--sites above 1 needs --site-bandwidth; give it": self.sites > 1 and not self.site_bandwidth,
-            "--site-bandwidth and --site-latency have no effect with one site; give --sites or drop them": (
-                self.sites == 1 and (self.site_bandwidth > 0 or self.site_latency > 0)
+            "--site-bandwidth has no effect with one site; give --sites or drop it": (
+                self.sites == 1 and self.site_bandwidth > 0
+            ),
+            "--site-latency has no effect with one site; give --sites or drop it": (
+                self.sites == 1 and self.site_latency > 0
             ),
             f"--sites {self.sites} does not divide --workers {self.workers}; sites have equally many": (
                 self.workers % self.sites != 0

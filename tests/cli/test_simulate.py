@@ -184,7 +184,7 @@ def test_bad_input_of_peers_is_one_line(words: list[str], said: str, capsys: pyt
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--workers", "1"], "--workers is 1; give a number from 2 to 100000"),
+        (["--workers", "0"], "--workers is 0; give a number from 1 to 100000"),
         (["--bandwidth", "-1"], "--bandwidth is -1; give a number from 1e-06 to 1e+09"),
         (["--latency", "nan"], "--latency is nan"),
         (["--sites", "8", "--site-bandwidth", "1"], "--sites is 8; give a number from 1 to --workers 4"),
@@ -200,7 +200,8 @@ def test_bad_input_of_peers_is_one_line(words: list[str], said: str, capsys: pyt
             ["--save-interval", "10001", "--save-seconds", "1"],
             "--save-interval 10001 is longer than the run's 10000 steps, so that no checkpoint falls into it",
         ),
-        (["--site-bandwidth", "2"], "have no effect with one site"),
+        (["--site-bandwidth", "2"], "simulate: --site-bandwidth has no effect with one site; give --sites or drop it"),
+        (["--site-latency", "2"], "simulate: --site-latency has no effect with one site; give --sites or drop it"),
         (["--slow-workers", "2"], "--slow-workers and --slow-factor need each other"),
         (["--mtbf-hours", "1"], "--mtbf-hours needs --save-interval"),
         (["--tflops", "100"], "--step-seconds and --tflops are two ways to say one thing; drop one of them"),
@@ -329,8 +330,8 @@ ENORMOUS = "1" + "0" * 400
 @pytest.mark.parametrize(
     ("command", "words", "said"),
     [
-        (LLAMA, ["--workers", "1000000000000000000"], "--workers is 1000000000000000000; give a number from 2 to"),
-        (LLAMA, ["--workers", ENORMOUS], "--workers is a number of more than 20 digits; give a number from 2 to"),
+        (LLAMA, ["--workers", "1000000000000000000"], "--workers is 1000000000000000000; give a number from 1 to"),
+        (LLAMA, ["--workers", ENORMOUS], "--workers is a number of more than 20 digits; give a number from 1 to"),
         (LLAMA, ["--worker-gpus", "1000001"], "--worker-gpus is 1000001; give a number from 1 to 1000000"),
         (LLAMA, ["--bandwidth", "1e-300"], "--bandwidth is 1e-300; give a number from 1e-06 to 1e+09"),
         (LLAMA, ["--bandwidth", "-1e9"], "--bandwidth is -1e+09; give a number from 1e-06 to 1e+09"),

@@ -66,6 +66,14 @@ def test_steps_that_vary_cost_less_where_workers_meet_seldom():
     assert seldom.time["training"] == pytest.approx(2000, rel=0.01)
 
 
+def test_one_worker_has_rounds_and_sends_nothing():
+    for streaming in ({}, {"fragments": 4, "sync_delay": 2}, {"eager": True}):
+        run = setup_of(interval=10, streaming=streaming, fleet={"workers": 1, "jitter": 0.3}).run()
+        assert run.rounds > 0
+        assert (run.utilisation, run.worker_bytes) == (1, 0)
+    assert setup_of(fleet={"workers": 1}).baseline().worker_bytes == 0
+
+
 def test_a_link_between_sites_is_shared_by_their_workers():
     # Each of 2 workers of a site sends half of its message, 1 GB a way, to the other one's site; the ring crosses once.
     sites = {"sites": 2, "site_bandwidth": 8.0, "bandwidth": 1e6}

@@ -31,8 +31,8 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path}: cannot be read as lengths ({error}); give the prefix of a .bin/.idx corpus, or a text file with "
-            "one length per line"
+            f"--lengths {path}: cannot be read ({error}); give the prefix of a .bin/.idx corpus, or a text file with "
+            "one number of tokens per line"
         ) from None
     found = []
     for number, line in enumerate(lines, start=1):
@@ -40,7 +40,9 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64]:
             # int() would take other scripts' digits, and numpy no larger number.
             text = line.strip()
             if not (text.isascii() and text.isdecimal() and len(text) <= 10):
-                raise UserError(f"{path}, line {number}: {line.strip()[:40]!r} is not a number of tokens")
+                raise UserError(
+                    f"--lengths {path}, line {number}: {text[:40]!r} is not a number of tokens; give one per line"
+                )
             found.append(int(line))
     return np.array(found, dtype=np.int64)
 

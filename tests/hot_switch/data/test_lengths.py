@@ -50,7 +50,7 @@ def test_other_files_are_refused(tmp_path: Path, name: str, content: bytes, said
 
 @pytest.mark.parametrize("path", ["/no/such/file", ".", "..", "/", ""])
 def test_what_is_not_a_file_is_refused(path: str) -> None:
-    with pytest.raises(UserError, match="cannot be read as lengths"):
+    with pytest.raises(UserError, match=r"--lengths .*: cannot be read .*; give the prefix"):
         read_lengths(Path(path))
 
 
