@@ -10,6 +10,8 @@ from dataclasses import Field, field
 from types import MappingProxyType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
+from megatron_ext.phrases import as_option
+
 __all__ = [
     "ANY_TYPE",
     "WITHOUT_FLAG",
@@ -63,7 +65,7 @@ def on_off(name: str, default: bool) -> Any:
 def flag_of(entry: "Field[Any]") -> str:
     """Return the command-line flag of a config field."""
     meta = entry.metadata.get("argparse_meta", {})
-    return str(meta["arg_names"][0]) if "arg_names" in meta else "--" + entry.name.replace("_", "-")
+    return str(meta["arg_names"][0]) if "arg_names" in meta else as_option(entry.name)
 
 
 def argument_of(entry: "Field[Any]") -> str:
@@ -95,7 +97,7 @@ def in_option_names(text: str, names: Iterable[str], renamed: Mapping[str, str] 
         names: of the fields that are options under their own names.
         renamed: the options of fields that are options under other names.
     """
-    for name, option in {**{name: "--" + name.replace("_", "-") for name in names}, **renamed}.items():
+    for name, option in {**{name: as_option(name) for name in names}, **renamed}.items():
         where = rf"(?<![-\w]){name}\b" if "_" in name else rf"(?:^|(?<=: )){name}(?= )|(?<![-\w]){name}(?= is )"
         text = re.sub(where, option, text)
     return text

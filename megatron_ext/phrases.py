@@ -5,10 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["listed", "plural", "short_number"]
+__all__ = ["as_option", "listed", "plural", "short_number"]
 
 _DIGITS = 20
 """Of a whole number that a message has in full."""
+
+
+def as_option(name: str) -> str:
+    """Return the option that sets a field or an argument, where it has no name of its own."""
+    return "--" + name.replace("_", "-")
 
 
 def listed(names: Sequence[str], limit: int = 5, more: str = "more unit") -> str:

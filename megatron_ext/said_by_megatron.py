@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_ext.errors import UserError
+from megatron_ext.phrases import as_option
 
 __all__ = ["refusals_in_one_line"]
 
@@ -48,7 +49,7 @@ def _statement(at: traceback.FrameSummary) -> str:
 def _in_flags(condition: str) -> str:
     """Return what an assertion without words says, with the flags of the arguments that it looks at."""
     names = list(dict.fromkeys(re.findall(r"\bargs\.(\w+)", condition)))
-    flags = ", ".join("--" + name.replace("_", "-") for name in names)
+    flags = ", ".join(as_option(name) for name in names)
     missing = re.fullmatch(r"args\.\w+ is not None,?", condition.strip())
     way_out = f"; give {flags}" if missing else f"; change {flags}" if flags else ""
     return f"{condition} does not hold{way_out}"

@@ -12,6 +12,8 @@ from dataclasses import fields
 from types import MappingProxyType, NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from megatron_ext.phrases import as_option
+
 __all__ = ["METAVARS", "add_fields", "field_docstrings", "from_options", "whole_number"]
 
 METAVARS: Mapping[type, str] = MappingProxyType({int: "N", float: "X", str: "TEXT"})
@@ -58,7 +60,7 @@ def add_fields(parser: argparse._ActionsContainer, cls: type) -> None:
     """Add a flag for every field of a dataclass of numbers, names and texts, each with a default, and switches."""
     hints, told = get_type_hints(cls), field_docstrings(cls)
     for entry in fields(cls):
-        hint, flag = hints[entry.name], "--" + entry.name.replace("_", "-")
+        hint, flag = hints[entry.name], as_option(entry.name)
         if hint is bool:
             assert entry.default is False
             parser.add_argument(flag, action="store_true", help=told[entry.name].rstrip(".").replace("%", "%%"))

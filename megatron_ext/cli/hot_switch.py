@@ -15,6 +15,7 @@ from megatron_ext.cli.hot_switch_profile import add_profile
 from megatron_ext.cli.hot_switch_suggest import add_suggest
 from megatron_ext.cli.shape_options import add_shape_options, read_shape
 from megatron_ext.errors import UserError
+from megatron_ext.phrases import as_option
 
 if TYPE_CHECKING:
     from megatron_ext.hot_switch import Strategy, StrategyList, SwitchFigures
@@ -117,7 +118,7 @@ def run_plan(options: argparse.Namespace) -> int:
     for name in ("intra_node_bandwidth", "inter_node_bandwidth"):
         if not 1e-6 <= getattr(options, name) < math.inf:
             given = getattr(options, name)
-            raise UserError(f"--{name.replace('_', '-')} is {given:g}; give GB/s, a finite number from 1e-6 on")
+            raise UserError(f"{as_option(name)} is {given:g}; give GB/s, a finite number from 1e-6 on")
     shape = read_shape(options)
     chosen = _strategies(options, shape)
     check_nodes(chosen.home.world_size, options.gpus_per_node)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.cli.shape_options import add_shape_options, add_topk_option, read_shape, topk_problems
 from megatron_ext.errors import UserError, combine
+from megatron_ext.phrases import as_option
 
 if TYPE_CHECKING:
     from megatron_ext.hot_switch.cost_model.step_time import Coefficients
@@ -184,7 +185,7 @@ def _check(options: argparse.Namespace) -> None:
     ):
         if not 1e-6 <= getattr(options, name) < math.inf:
             given = getattr(options, name)
-            raise UserError(f"--{name.replace('_', '-')} is {given:g}; it must be a finite number above 0")
+            raise UserError(f"{as_option(name)} is {given:g}; it must be a finite number above 0")
     if not 0 <= options.margin < math.inf:
         raise UserError(f"--margin is {options.margin:g}; it must be a finite number, 0 or above")
     if options.gpus > _MOST_GPUS:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_ext.config_options import in_option_names
 from megatron_ext.errors import combine
-from megatron_ext.phrases import short_number
+from megatron_ext.phrases import as_option, short_number
 
 if TYPE_CHECKING:
     from megatron_ext.params import GptShape
@@ -80,7 +80,7 @@ def shape_flags(options: argparse.Namespace) -> list[str]:
     given = [name for name in (*names, "untie_embeddings_and_output_weights") if getattr(options, name) is not None]
     if options.position_embedding_type != "rope":
         given.append("position_embedding_type")
-    return [f"--{name.replace('_', '-')}" for name in given]
+    return [as_option(name) for name in given]
 
 
 def topk_problems(topk: int, shape: GptShape) -> list[str]:
@@ -111,7 +111,7 @@ def read_shape(options: argparse.Namespace) -> GptShape:
             shape = replace(PRESETS[options.model], **given)
         return _planned(shape, options)
     missing = [
-        f"--{name.replace('_', '-')} is missing; give it, or a preset with --model"
+        f"{as_option(name)} is missing; give it, or a preset with --model"
         for name in _REQUIRED
         if name not in given
     ]
@@ -169,7 +169,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
         UserError: a size is beyond all models', or missing.
     """
     too_large = [
-        f"--{name.replace('_', '-')} is {short_number(size)}; give at most {_LARGEST}"
+        f"{as_option(name)} is {short_number(size)}; give at most {_LARGEST}"
         for name in (*_FIELDS, "max_position_embeddings")
         if name != "num_layers" and isinstance(size := getattr(options, name), int) and size > _LARGEST
     ]

@@ -9,6 +9,7 @@ from typing import Any
 from megatron_ext.convert.counterparts import ONLY
 from megatron_ext.convert.settings import NORMS_OVER_HEADS, PLAIN_QUERIES, ModelSettings
 from megatron_ext.errors import UserError
+from megatron_ext.phrases import as_option
 
 __all__ = ["flag_of_field", "flags_of", "known_tokens", "settings_of"]
 
@@ -47,7 +48,7 @@ _CHOOSES = ("sinkhorn", "quantile_balancing")
 
 def flag_of_field(name: str) -> str:
     """Return the flag of Megatron's command line that a field of the settings has."""
-    return _NAMES.get(name, "--" + name.replace("_", "-"))
+    return _NAMES.get(name, as_option(name))
 
 
 def flags_of(settings: ModelSettings) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from megatron_ext.errors import combine
+from megatron_ext.phrases import as_option
 
 if TYPE_CHECKING:
     from megatron_ext.convert.settings import ModelSettings
@@ -58,7 +59,7 @@ class UpcycleConfig:
             UserError: naming what cannot be.
         """
         problems = [
-            f"--{name.replace('_', '-')} {getattr(self, name)}: give a whole number of at least 1"
+            f"{as_option(name)} {getattr(self, name)}: give a whole number of at least 1"
             for name in ("num_experts", "topk", "granularity")
             if getattr(self, name) < 1
         ]
@@ -67,7 +68,7 @@ class UpcycleConfig:
         if self.granularity > 0 and dense.ffn_hidden_size % self.granularity:
             problems.append(f"--granularity {self.granularity} does not divide the MLP's width {dense.ffn_hidden_size}")
         problems += [
-            f"--{name.replace('_', '-')} {getattr(self, name)}: give a finite number of 0 or more"
+            f"{as_option(name)} {getattr(self, name)}: give a finite number of 0 or more"
             for name in ("noise_std", "router_std", "aux_loss_coeff")
             if not 0 <= getattr(self, name) < math.inf
         ]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_ext.data.split import MEGATRONS_SPLIT
+from megatron_ext.phrases import as_option
 
 __all__ = ["PerplexityConfig"]
 
@@ -33,7 +34,7 @@ class PerplexityConfig:
     def problems(self) -> list[str]:
         """Return what cannot be, one sentence each."""
         return [
-            f"--{name.replace('_', '-')} {getattr(self, name)}: give a whole number of at least {least}"
+            f"{as_option(name)} {getattr(self, name)}: give a whole number of at least {least}"
             for name, least in (("sequence_length", 1), ("batch_size", 1), ("max_tokens", 0))
             if getattr(self, name) < least
         ]

@@ -21,6 +21,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.explain.command_line import in_one_line
 from megatron_ext.hooks import Feature, hooks
 from megatron_ext.patching import Patch
+from megatron_ext.phrases import as_option
 from megatron_ext.sync_service.megatron.feature import SyncServiceFeature
 
 __all__ = ["LoneRank", "build", "patches", "without_memory"]
@@ -148,7 +149,7 @@ def build(args: Any) -> LoneRank:
     for option in ("use_torch_fsdp2", "use_megatron_fsdp"):
         if getattr(args, option):
             raise UserError(
-                f"--{option.replace('_', '-')}: the arguments are valid, but ranks with FSDP cannot be built without "
+                f"{as_option(option)}: the arguments are valid, but ranks with FSDP cannot be built without "
                 "memory for tensors; drop the option to have the rest explained"
             )
     registry().apply(patches())

@@ -26,6 +26,7 @@ from megatron_ext.options.common_verdicts import (
 )
 from megatron_ext.options.row import Asked, everywhere, row, says
 from megatron_ext.options.verdict import needs_gpu, refused, tested
+from megatron_ext.phrases import as_option
 
 __all__ = ["CHECKPOINTS"]
 
@@ -226,7 +227,7 @@ CHECKPOINTS = (
     ),
     *(
         row(
-            f"--{variable.replace('_', '-')} without --save",
+            f"{as_option(variable)} without --save",
             _dumps(variable, lambda args: args.save is None),
             variables=(variable,),
             **everywhere(_NO_FOLDER),

@@ -26,6 +26,7 @@ from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.options import UnknownOption, missing_optimizers, unknown_options, unknown_problems
 from megatron_ext.patching import Patch, PatchRegistry
 from megatron_ext.patching.bound_arguments import bound_with_defaults
+from megatron_ext.phrases import as_option
 from megatron_ext.run_options import run_options
 from megatron_ext.said_by_megatron import refusals_in_one_line
 
@@ -226,7 +227,7 @@ def _wrap_yaml(original: Callable[..., Any], options: set[str], *, on_cpu: bool)
         with refusals_in_one_line(f"--yaml-cfg {yaml_path}", "it"):
             values = original(yaml_path)
         given = {word.split("=")[0] for word in sys.argv[1:]}
-        given |= {f"--{name.replace('_', '-')}" for name in vars(values)}
+        given |= {as_option(name) for name in vars(values)}
         found = sorted(given & options)
         if found:
             raise UserError(

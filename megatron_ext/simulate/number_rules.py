@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_ext.phrases import short_number
+from megatron_ext.phrases import as_option, short_number
 
 __all__ = ["BANDWIDTH", "LATENCY", "SECONDS", "SEED", "STEP_SECONDS", "TFLOPS", "NumberRule", "number_problems"]
 
@@ -70,7 +70,7 @@ def number_problems(config: Any, rules: Mapping[str, NumberRule]) -> list[str]:
         rules: by field.
     """
     return [
-        f"--{name.replace('_', '-')} is {short_number(value)}; give a number {rule}"
+        f"{as_option(name)} is {short_number(value)}; give a number {rule}"
         for name, rule in rules.items()
         if not rule.allows(value := getattr(config, name))
     ]

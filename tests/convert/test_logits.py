@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 from megatron_ext.convert.from_hf import from_hf
 from megatron_ext.convert.to_hf import ToHf, to_hf
 from tests.convert import models
-from tests.support.every_run import one_of_each
 from tests.support.pretrain import run_pretrain
 
 TRAINING = shlex.split(
@@ -34,7 +33,7 @@ def logits(model: list[Any], optimizer: Any, args: Any) -> torch.Tensor:
         return model[0](models.IDS, positions, hidden).float().clone()
 
 
-@pytest.mark.parametrize("name", one_of_each(list(models.MODELS), range(len(models.MODELS))))
+@pytest.mark.parametrize("name", models.MODELS)
 def test_logits_are_those_of_transformers(name: str, tmp_path: Path):
     made = from_hf(models.save(name, tmp_path / "model"), tmp_path / "checkpoint")
     (rank,) = run_pretrain([*made.flags, "--load", str(made.folder), *TRAINING], 1, probe=logits)

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_ext.data.corpus_files import check_corpus, check_split
 from megatron_ext.data.split import MEGATRONS_SPLIT
 from megatron_ext.errors import UserError
+from megatron_ext.phrases import as_option
 
 __all__ = ["Corpora", "check_corpora", "training_corpora"]
 
@@ -49,12 +50,12 @@ def training_corpora(args: Any) -> Corpora:
     whole = [name for name in ("data_path", "data_args_path") if getattr(args, name) is not None]
     named = whole or per_split
     if len(named) != 1 or (whole and per_split):
-        given = ", ".join(_flag(name) for name in (*whole, *per_split)) or "none"
+        given = ", ".join(as_option(name) for name in (*whole, *per_split)) or "none"
         raise UserError(
             "the data for training are named by one of --data-path, --data-args-path, --train-data-path and "
             f"--per-split-data-args-path, but there is {given}; give one of them"
         )
-    option = _flag(named[0])
+    option = as_option(named[0])
     prefixes, weights = _blend(_words(named[0], getattr(args, named[0]), option), option)
     split = (args.split or MEGATRONS_SPLIT) if whole else _ALL
     return Corpora(prefixes=prefixes, weights=weights, split=split, option=option)
@@ -71,10 +72,6 @@ def check_corpora(corpora: Corpora) -> list[str]:
         except UserError as error:
             problems.append(str(error))
     return problems
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
 
 
 def _words(name: str, given: Any, option: str) -> Sequence[str]:

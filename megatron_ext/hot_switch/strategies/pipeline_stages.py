@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_ext.hot_switch.strategies.strategy import Strategy
 from megatron_ext.params import ParamsError, uneven_layers
+from megatron_ext.phrases import as_option
 
 __all__ = ["stage_flags", "stages_of_guest", "stages_of_home"]
 
@@ -23,7 +24,7 @@ _FIELDS = {
 }
 """Megatron's options on stages, by their names in the namespace, and the field of a strategy that says the same."""
 
-_FLAGS = {name: "--" + name.replace("_", "-") for name in _FIELDS}
+_FLAGS = {name: as_option(name) for name in _FIELDS}
 _FLAGS["microbatch_group_size_per_vp_stage"] = "--microbatch-group-size-per-virtual-pipeline-stage"
 
 

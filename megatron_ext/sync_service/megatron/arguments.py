@@ -15,6 +15,7 @@ from megatron_ext.options import refusals
 from megatron_ext.outer.codecs.all_codecs import CODECS, EXACT_CODEC
 from megatron_ext.outer.places import Where, place_problems
 from megatron_ext.outer.reducer_config import GTAConfig
+from megatron_ext.phrases import as_option
 from megatron_ext.sync_service.channel.address import is_loopback, split_address
 from megatron_ext.sync_service.protocol.durations import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol.names import NAME
@@ -222,7 +223,7 @@ def file_problems(config: SyncServiceConfig) -> list[str]:
     except UserError as error:
         field, _, rest = str(error).partition(" ")
         is_ours = f"sync_service_{field}" in SyncServiceConfig.__dataclass_fields__
-        return [f"--sync-service-{field.replace('_', '-')} {rest}" if is_ours else f"--sync-service: {error}"]
+        return [f"{as_option(f'sync_service_{field}')} {rest}" if is_ours else f"--sync-service: {error}"]
     return []
 
 
