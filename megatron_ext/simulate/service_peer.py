@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import math
+
 from megatron_ext.simulate.time_ledger import CAUSES, Cause
+from megatron_ext.sync_service.protocol.durations import ALIVE_HEARTBEATS, HEARTBEAT_SECONDS
 from megatron_ext.sync_service.protocol.report import Progress
 
 __all__ = ["ServicePeer"]
@@ -19,6 +22,7 @@ class ServicePeer:
         place: how far its training was then.
         life: which process of the peer this is; what an earlier one had planned is void.
         alive: whether that process has started.
+        gone_from: when the server knows that it has not; infinity while it is alive.
         repeating: whether it makes an interval again whose contribution is on record.
         applied: whether the round of the interval before is done, so that this one may end.
         awaited: whether a contribution of it is on record, whose round is not made.
@@ -36,6 +40,7 @@ class ServicePeer:
         self.place = Progress(0, 0, 0.0, 1)
         self.life = 1
         self.alive = True
+        self.gone_from = math.inf
         self.repeating = False
         self.applied = True
         self.awaited = False
@@ -78,6 +83,10 @@ class ServicePeer:
         self.in_flight = None
         return steps
 
+    def start_again(self) -> None:
+        """Let the peer's next process begin."""
+        self.alive, self.gone_from = True, math.inf
+
     def lose_interval(self, now: float) -> None:
         """Give what has been made of the interval that has begun its cause: it is not contributed."""
         ahead = 0.0 if self.is_waiting else max(self._trains_until - now, 0.0)
@@ -90,6 +99,7 @@ class ServicePeer:
         if not self.awaited:
             self.resolve(counted=False)
         self.life, self.alive, self.repeating = self.life + 1, False, False
+        self.gone_from = now + ALIVE_HEARTBEATS * HEARTBEAT_SECONDS
         self._change("restarting", now)
 
     def end(self, now: float) -> None:

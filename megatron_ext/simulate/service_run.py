@@ -264,7 +264,7 @@ class ServiceRun:
         """Close the open round, should it be due."""
         if self._reducing:
             return
-        seconds = self._state.seconds_until_close(self._queue.now)
+        seconds = self._state.seconds_until_close(self._queue.now, lambda name: self._by_name[name].gone_from)
         if seconds is None:
             return
         if seconds > max(_ROUNDING, 4 * math.ulp(self._queue.now)):
@@ -332,11 +332,12 @@ class ServiceRun:
             self._up.cancel(peer.transfer)
             peer.transfer = None
         peer.die(self._queue.now)
+        self._consider()
         self._after(self._load.restart_seconds, peer, self._resume)
 
     def _resume(self, peer: ServicePeer) -> None:
         """Ask the server where to resume, with the checkpoint of the interval's begin."""
-        peer.alive = True
+        peer.start_again()
         self._join(peer)
         self._plan_failure(peer)
         newest = self._state.newest

@@ -17,7 +17,12 @@ from megatron_ext.outer.places import Where, place_problems
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.phrases import as_option
 from megatron_ext.sync_service.channel.address import is_loopback, split_address
-from megatron_ext.sync_service.protocol.durations import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.protocol.durations import (
+    HEARTBEAT_SECONDS,
+    LONGEST_HEARTBEAT_SECONDS,
+    LONGEST_SECONDS,
+    can_be_waited,
+)
 from megatron_ext.sync_service.protocol.names import NAME
 
 if TYPE_CHECKING:
@@ -85,9 +90,10 @@ class SyncServiceConfig(FromArgs):
     sync_service_patience_seconds: float = 300.0
     """How long a call is tried again while the server is away."""
 
-    sync_service_heartbeat_seconds: float = 5.0
-    """How often this job says that it is alive, so that no other one gets its place by mistake; 0 for never. A job that
-    is started in the place of a killed one waits until three heartbeats have failed to come."""
+    sync_service_heartbeat_seconds: float = HEARTBEAT_SECONDS
+    """How often this job says that it is alive, so that no other one gets its place by mistake; 0 for never. When three
+    have failed to come, rounds that have their quorum close without it, and a job that is started in its place waits no
+    longer."""
 
     sync_service_take_over: bool = False
     """Take this peer's place though another job that is alive has it, which ends."""

@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from megatron_ext.errors import UserError
 from megatron_ext.outer.codecs.all_codecs import CODECS
 from megatron_ext.sync_service.channel.connection import ConnectionConfig
-from megatron_ext.sync_service.protocol.durations import LONGEST_HEARTBEAT_SECONDS, LONGEST_SECONDS, can_be_waited
+from megatron_ext.sync_service.protocol.durations import (
+    HEARTBEAT_SECONDS,
+    LONGEST_HEARTBEAT_SECONDS,
+    LONGEST_SECONDS,
+    can_be_waited,
+)
 from megatron_ext.sync_service.protocol.names import NAME
 from megatron_ext.sync_service.protocol.report import CODEC_PACKAGE, LONGEST_DATA
 
@@ -61,7 +66,7 @@ class ClientConfig:
     round_seconds: float = 3600.0
     """How long a round is awaited before this peer gives up."""
 
-    heartbeat_seconds: float = 5.0
+    heartbeat_seconds: float = HEARTBEAT_SECONDS
     """How often this peer says that it is alive, so that no other process gets its place by mistake; 0 for never. A
     process that is started in the place of a killed one waits until three heartbeats have failed to come."""
 

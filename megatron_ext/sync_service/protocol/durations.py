@@ -5,6 +5,7 @@ from __future__ import annotations
 
 __all__ = [
     "ALIVE_HEARTBEATS",
+    "HEARTBEAT_SECONDS",
     "LONGEST_ALIVE_SECONDS",
     "LONGEST_HEARTBEAT_SECONDS",
     "LONGEST_SECONDS",
@@ -13,6 +14,9 @@ __all__ = [
 
 LONGEST_ALIVE_SECONDS = 60.0
 """For longer no process counts as alive without a further heartbeat."""
+
+HEARTBEAT_SECONDS = 5.0
+"""Between two heartbeats, where nobody says otherwise."""
 
 ALIVE_HEARTBEATS = 3
 """Heartbeats that may fail to come before a process no longer counts as alive."""

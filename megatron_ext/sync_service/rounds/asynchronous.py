@@ -16,7 +16,7 @@ from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.journal import Event
 from megatron_ext.sync_service.rounds.members import Policy, RoundResult
 from megatron_ext.sync_service.rounds.resume import Ledger
-from megatron_ext.sync_service.rounds.round import Answer, RunState
+from megatron_ext.sync_service.rounds.round import Answer, GoneFrom, RunState, never
 
 __all__ = ["AsynchronousState"]
 
@@ -106,10 +106,10 @@ class AsynchronousState(RunState):
             return f"the contributions of {', '.join(self.uploaded)} are next"
         return f"round {self.open_round} is whose contribution comes next"
 
-    def seconds_until_close(self, now: float) -> float | None:
-        """Return 0 when there is a contribution to be used, else None."""
+    def seconds_until_close(self, now: float, gone_from: GoneFrom = never) -> float | None:
+        """Return 0 when there is a contribution to be used, else None: nobody is waited for."""
         if self.open_round == 0:
-            return super().seconds_until_close(now)
+            return super().seconds_until_close(now, gone_from)
         return 0.0 if self.uploaded or self.closing is not None else None
 
     def closing_event(self) -> Event:

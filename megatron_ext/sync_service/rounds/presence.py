@@ -2,18 +2,24 @@
 """Which processes are alive, as far as they say so: each counts as alive for some seconds after each of its calls.
 
 A process that trains says nothing else for as long as its interval takes, so peers send heartbeats. One that is killed
-sends no more, and after those seconds another process may have its peer's place. Of a process that sends none it is not
-known whether it is alive, however long it has said nothing.
+sends no more: after those seconds another process may have its peer's place, and no round waits for it. Of a process
+that sends none it is not known whether it is alive, however long it has said nothing.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterable
 
+from megatron_ext.phrases import listed
 from megatron_ext.sync_service.protocol.durations import LONGEST_ALIVE_SECONDS
 
-__all__ = ["Presence"]
+__all__ = ["LEAST_SILENCE", "Presence"]
+
+LEAST_SILENCE = 5.0
+"""Seconds for which a process has to say nothing until it is gone, however often it sends heartbeats: threads of a busy
+machine come that late."""
 
 
 class Presence:
@@ -23,6 +29,8 @@ class Presence:
         """Know of nobody."""
         self._alive_seconds: dict[str, float] = {}
         self._last: dict[str, float] = {}
+        self._missed: set[str] = set()
+        """Of whom it was told that they are gone."""
         self._begun = time.monotonic()
 
     def begins(self, peer: str, seconds: float) -> None:
@@ -49,6 +57,7 @@ class Presence:
     def heard(self, peer: str) -> None:
         """Note a call of the process that speaks for a peer."""
         self._last[peer] = time.monotonic()
+        self._missed.discard(peer)
 
     def alive_until(self, peer: str) -> float | None:
         """Return until when (`time.monotonic`) a peer's process counts as alive; None when it does not.
@@ -57,6 +66,38 @@ class Presence:
         """
         end = self._heard(peer) + self._alive_seconds.get(peer, 0.0)
         return end if end > time.monotonic() else None
+
+    def gone_from(self, peer: str) -> float:
+        """Return from when on (`time.monotonic`) a peer is gone, should its process say nothing more.
+
+        Infinity where it sends no heartbeats, and the time of its last word where that was that it ends.
+        """
+        if not self.is_known(peer):
+            return math.inf
+        seconds = self._alive_seconds[peer]
+        return self._heard(peer) + (max(seconds, LEAST_SILENCE) if seconds else 0.0)
+
+    def gone(self, peers: Iterable[str]) -> list[str]:
+        """Return of which peers the process sent heartbeats and has stopped; not of those that said that they end."""
+        now = time.monotonic()
+        return [peer for peer in peers if self._alive_seconds.get(peer) and self.gone_from(peer) <= now]
+
+    def told(self, peers: Iterable[str]) -> str:
+        """Return in words which peers are gone; nothing where none is."""
+        silent = [f"{peer} for {self.silent_seconds(peer):.0f} s" for peer in self.gone(peers)]
+        return f"no heartbeat from {listed(silent, more='other')}" if silent else ""
+
+    def newly_gone(self, peers: Iterable[str]) -> list[str]:
+        """Return who is gone and was not when this was asked before."""
+        found = [peer for peer in self.gone(peers) if peer not in self._missed]
+        self._missed.update(found)
+        return found
+
+    def seconds_until_gone(self, peers: Iterable[str]) -> float | None:
+        """Return after how many seconds the first of those that are alive would be gone; None where nobody is."""
+        now = time.monotonic()
+        ends = [end for peer in peers if self.is_known(peer) and (end := self.gone_from(peer)) > now]
+        return min(ends) - now if ends else None
 
     def is_known(self, peer: str) -> bool:
         """Return whether a peer's process says when it is alive."""

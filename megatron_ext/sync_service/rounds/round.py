@@ -5,11 +5,13 @@ Everything that changes it is an event of the journal, so that a restarted serve
 the events again. `check_*` methods say beforehand whether a request may become an event.
 
 Round 0 is the common start: one peer publishes it. A later round closes when all peers that are awaited have committed
-their upload, or a grace window after a quorum of them has. Only who was in when it closed counts in it.
+their upload, or a grace window after a quorum of them has, which ends early where all others are gone. Only who was in
+when it closed counts in it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict, astuple
 from typing import Any, Literal
@@ -21,13 +23,21 @@ from megatron_ext.sync_service.rounds.journal import Event
 from megatron_ext.sync_service.rounds.members import Member, Policy, RoundResult
 from megatron_ext.sync_service.rounds.resume import Ledger, Recorded
 
-__all__ = ["KEPT_RESULTS", "Answer", "RunState"]
+__all__ = ["KEPT_RESULTS", "Answer", "GoneFrom", "RunState", "never"]
 
 KEPT_RESULTS = 16
 """How many rounds back a peer can ask what became of its contribution."""
 
 Answer = tuple[Literal["waiting", "committed", "publish", "upload"], str]
 """What is to be done by a peer that awaits a round, and why."""
+
+GoneFrom = Callable[[str], float]
+"""Returns until when a peer counts as alive should its process say nothing more, on the clock of the caller."""
+
+
+def never(peer: str) -> float:
+    """Be the `GoneFrom` of who does not know whether peers are alive."""
+    return math.inf
 
 
 class RunState:
@@ -187,11 +197,13 @@ class RunState:
             return f"round {self.open_round} needs {lacking} more of its quorum of {self.policy.quorum}{known}"
         return f"round {self.open_round} awaits {names}"
 
-    def seconds_until_close(self, now: float) -> float | None:
+    def seconds_until_close(self, now: float, gone_from: GoneFrom = never) -> float | None:
         """Return after how many seconds the open round is to be closed: 0 for now, None for not as things are.
 
         Args:
             now: seconds on a clock that never goes back.
+            gone_from: until when to wait for a peer on that clock, should its process say nothing more. It is awaited
+                no longer than that, however long the grace window is.
         """
         if self.closing is not None:
             return 0.0
@@ -202,9 +214,11 @@ class RunState:
             return None
         if self._quorum_since is None:
             self._quorum_since = now
-        if not self.awaited():
+        awaited = self.awaited()
+        if not awaited:
             return 0.0
-        return max(0.0, self._quorum_since + self.policy.grace_seconds - now)
+        grace_ends = self._quorum_since + self.policy.grace_seconds
+        return max(0.0, min(grace_ends, max(map(gone_from, awaited))) - now)
 
     def closing_event(self) -> Event:
         """Return the event that closes the open round now."""

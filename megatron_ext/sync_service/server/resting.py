@@ -62,7 +62,8 @@ class Resting:
             if self._draining.is_over(self._state.open_round, self._state.members):
                 return True
             awaited = self._state.awaited()
-            is_stuck = self._state.closing is None and self._state.seconds_until_close(time.monotonic()) is None
+            seconds = self._state.seconds_until_close(time.monotonic(), self._presence.gone_from)
+            is_stuck = self._state.closing is None and seconds is None
             if not (is_stuck and self._draining.is_given_up(self._state.open_round, awaited, self._presence)):
                 return False
             log.warning(

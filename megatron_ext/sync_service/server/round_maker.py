@@ -15,6 +15,7 @@ from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.rounds.journal import Event
+from megatron_ext.sync_service.rounds.presence import Presence
 from megatron_ext.sync_service.server.store import RunStore
 from megatron_ext.sync_service.shards.remote_shard import ShardProblem
 from megatron_ext.sync_service.shards.shard import RoundJob, Uploader
@@ -36,9 +37,11 @@ class RoundMaker:
 
     def __init__(
         self,
+        run: str,
         config: RunConfig,
         store: RunStore,
         shards: Shards,
+        presence: Presence,
         changed: threading.Condition,
         failpoints: Failpoints,
         on_fatal: Callable[[BaseException], None],
@@ -46,17 +49,21 @@ class RoundMaker:
         """Start the thread.
 
         Args:
+            run: its id.
             config: of the run.
             store: its state.
             shards: where its values are.
+            presence: which processes are alive.
             changed: the run's lock, notified of every change.
             failpoints: where to die in tests.
             on_fatal: called with what ended the thread.
         """
         self.problem = ""
+        self._run = run
         self._config = config
         self._store = store
         self._shards = shards
+        self._presence = presence
         self._changed = changed
         self._failpoints = failpoints
         self._on_fatal = on_fatal
@@ -85,11 +92,21 @@ class RoundMaker:
         """Return when a round is to be closed or made; False at the end."""
         with self._changed:
             while not self._stopping:
-                seconds = self._store.state.seconds_until_close(time.monotonic())
+                self._tell_who_is_gone()
+                seconds = self._seconds_until_close()
                 if seconds == 0.0:
                     return True
-                self._changed.wait(seconds)
+                until_gone = self._presence.seconds_until_gone(self._store.state.members)
+                self._changed.wait(min((each for each in (seconds, until_gone) if each is not None), default=None))
         return False
+
+    def _seconds_until_close(self) -> float | None:
+        return self._store.state.seconds_until_close(time.monotonic(), self._presence.gone_from)
+
+    def _tell_who_is_gone(self) -> None:
+        for peer in self._presence.newly_gone(self._store.state.members):
+            seconds = self._presence.silent_seconds(peer)
+            log.warning("run %s: no heartbeat from peer %s for %.0f s", self._run, peer, seconds)
 
     def _say_problem(self, error: OSError) -> None:
         with self._changed:
@@ -104,7 +121,7 @@ class RoundMaker:
         with self._changed:
             if store.state.closing is None:
                 # Once more under the lock: a peer may have been evicted meanwhile.
-                if store.state.seconds_until_close(time.monotonic()) != 0.0:
+                if self._seconds_until_close() != 0.0:
                     return
                 store.record(store.state.closing_event())
             self._failpoints.hit("round_closed")

@@ -96,7 +96,7 @@ class Run:
         self._addresses = tuple(shard.server for shard in shards)
         self._store = RunStore(name, config, folder, keep_snapshots, remote, failpoints, shards=max(len(shards), 1))
         self._state = self._store.state
-        presence = Presence()
+        self._presence = presence = Presence()
         self._shards = Shards(
             self._store.shard,
             [
@@ -123,7 +123,9 @@ class Run:
             changes=self.changes,
         )
         self.resting = Resting(name, self._state, self._draining, presence, self.changes)
-        self._maker = RoundMaker(config, self._store, self._shards, self.changes, failpoints, self._fail)
+        self._maker = RoundMaker(
+            name, config, self._store, self._shards, presence, self.changes, failpoints, self._fail
+        )
 
     # -----------------------------------------------------------------------------------------------------------
     # What peers ask for
@@ -320,8 +322,9 @@ class Run:
         with self.changes:
             return overview_of(*self._described())
 
-    def _described(self) -> tuple[str, RunConfig, RunStore, Shards, str, bool]:
-        return self.name, self.config, self._store, self._shards, self._problem, self.resting.is_draining
+    def _described(self) -> tuple[str, RunConfig, RunStore, Shards, str, str, bool]:
+        silent = self._presence.told(self._state.members)
+        return self.name, self.config, self._store, self._shards, self._problem, silent, self.resting.is_draining
 
     def try_to_rest(self) -> bool:
         """Return whether nothing is lost for anyone when the server ends now, or nothing comes any more."""
@@ -369,7 +372,10 @@ class Run:
         if answer == "committed":
             # From here on, and not only once it has the values: the next round must not close meanwhile.
             self._state.adopted(peer, self._state.open_round - 1)
-        return answer, self._problem or self._shards.problem or reason if answer == "waiting" else reason
+        if answer != "waiting":
+            return answer, reason
+        silent = self._presence.told(self._state.awaited())
+        return answer, self._problem or self._shards.problem or "; ".join(filter(None, (reason, silent)))
 
     @property
     def _problem(self) -> str:

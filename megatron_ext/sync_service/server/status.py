@@ -16,7 +16,7 @@ __all__ = ["overview_of", "status_of"]
 
 
 def status_of(
-    name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str, draining: bool
+    name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str, silent: str, draining: bool
 ) -> dict[str, Any]:
     """Return how a run is, as plain data; to be called with its lock held.
 
@@ -26,14 +26,16 @@ def status_of(
         store: its state.
         shards: where its values are.
         problem: why its open round cannot be made; empty when it can.
+        silent: who sends no heartbeats any more, in words; empty where nobody has stopped.
         draining: whether no further round is begun.
     """
     state, newest = store.state, store.state.newest
+    words = ("the server is draining" if draining else "", state.waiting_for(), silent)
     spooled = shards.spooled
     return {
         "run": name,
         "open_round": state.open_round,
-        "waiting_for": f"{'the server is draining; ' if draining else ''}{state.waiting_for()}",
+        "waiting_for": "; ".join(filter(None, words)),
         "draining": draining,
         "problem": as_utf8(problem or shards.problem),
         "asynchronous": config.is_asynchronous,
@@ -63,7 +65,7 @@ def status_of(
 
 
 def overview_of(
-    name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str, draining: bool
+    name: str, config: RunConfig, store: RunStore, shards: Shards, problem: str, silent: str, draining: bool
 ) -> dict[str, Any]:
     """Return the result of `status_of`, with the run's history and health; with its lock held.
 
@@ -73,11 +75,12 @@ def overview_of(
         store: its state.
         shards: where its values are.
         problem: why its open round cannot be made; empty when it can.
+        silent: who sends no heartbeats any more, in words; empty where nobody has stopped.
         draining: whether no further round is begun.
     """
     history, now = store.history, time.time()
     found = {
-        **status_of(name, config, store, shards, problem, draining),
+        **status_of(name, config, store, shards, problem, silent, draining),
         "time": now,
         "rounds": list(history.rounds),
         "incidents": list(history.incidents),

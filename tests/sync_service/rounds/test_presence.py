@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from megatron_ext.sync_service.rounds import presence as module
 from megatron_ext.sync_service.rounds.presence import Presence
 
 
@@ -35,3 +36,34 @@ def test_a_process_that_gives_its_place_up_is_gone_at_once():
     presence.begins("p0", 60.0)
     presence.says("p0", 0.0)
     assert presence.alive_until("p0") is None and presence.is_known("p0")
+
+
+def test_who_stops_sending_heartbeats_is_gone_and_that_is_told_once(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "LEAST_SILENCE", 0.02)
+    presence = Presence()
+    for peer, seconds in (("short", 0.05), ("long", 60.0), ("silent", 0.0), ("ended", 0.05)):
+        presence.heard(peer)
+        presence.begins(peer, seconds)
+    presence.says("ended", 0.0)
+    everybody = ["short", "long", "silent", "ended"]
+    assert presence.gone(everybody) == [] and presence.told(everybody) == ""
+    assert 0.0 < (presence.seconds_until_gone(everybody) or 0.0) <= 0.05
+    time.sleep(0.1)
+    assert presence.gone(everybody) == ["short"]
+    assert presence.told(everybody) == "no heartbeat from short for 0 s"
+    assert [presence.newly_gone(everybody), presence.newly_gone(everybody)] == [["short"], []]
+    assert 50.0 < (presence.seconds_until_gone(everybody) or 0.0) <= 60.0
+    presence.heard("short")
+    time.sleep(0.1)
+    assert presence.newly_gone(everybody) == ["short"]
+    assert presence.gone_from("silent") == math.inf
+    assert presence.gone_from("ended") < time.monotonic()
+
+
+def test_no_process_is_gone_within_seconds_however_often_it_sends_heartbeats():
+    presence = Presence()
+    presence.heard("p0")
+    presence.begins("p0", 0.01)
+    time.sleep(0.05)
+    assert presence.alive_until("p0") is None and presence.gone(["p0"]) == []
+    assert presence.gone_from("p0") == pytest.approx(time.monotonic() + module.LEAST_SILENCE, abs=2.0)

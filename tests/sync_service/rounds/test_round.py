@@ -113,6 +113,23 @@ def test_a_round_closes_a_grace_window_after_its_quorum():
     assert machine.journal[-1]["missing"] == ["c"]
 
 
+def test_a_grace_window_ends_when_all_that_are_awaited_are_gone():
+    machine = Machine(peers=4, quorum=2, grace=10).started("a", "b", "c", "d").upload("a", "b")
+    alive_until = {"a": 0.0, "b": 0.0, "c": 103.0, "d": 106.0}
+    assert machine.state.seconds_until_close(100, alive_until.__getitem__) == 6
+    alive_until["d"] = 200.0  # it is alive, and slow
+    assert machine.state.seconds_until_close(104, alive_until.__getitem__) == 6
+    alive_until.update(c=5.0, d=5.0)
+    assert machine.state.seconds_until_close(104, alive_until.__getitem__) == 0
+    assert machine.close() == ("a", "b")
+    assert machine.journal[-1]["missing"] == ["c", "d"]
+
+
+def test_below_its_quorum_a_round_waits_for_peers_that_are_gone():
+    machine = Machine(peers=3).started("a", "b", "c").upload("a", "b")
+    assert machine.state.seconds_until_close(100, lambda peer: 0.0) is None
+
+
 def test_every_round_has_a_grace_window_of_its_own():
     machine = Machine(quorum=2, grace=10).started("a", "b", "c").upload("a", "b")
     assert machine.state.seconds_until_close(100) == 10

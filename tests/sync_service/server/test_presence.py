@@ -53,6 +53,29 @@ def test_a_peer_that_was_killed_is_followed_without_a_word_and_one_that_has_left
     assert time.monotonic() - begin < 30.0  # not the 60 s for which the other one would count as alive
 
 
+def test_a_peer_that_was_killed_is_known_and_a_round_that_has_its_quorum_does_not_wait_for_it(
+    make_service: MakeService, capsys: pytest.CaptureFixture[str]
+):
+    service = make_service(peers=3, quorum=2, grace_seconds=300.0)
+    service.start()
+    with service.client("p0", START, **ALIVE) as first, service.client("p1", START, **ALIVE) as second:
+        killed = service.peer("p2", 50, pauses={"1": 600})
+        first.start(START)
+        second.start(START)
+        until(lambda: 0 in service.seen("p2"), "the start of the third peer")
+        killed.kill()
+        begin = time.monotonic()
+        other = threading.Thread(target=second.sync, args=(START,))
+        other.start()
+        assert first.sync(START).number == 1
+        other.join()
+        assert time.monotonic() - begin < 60.0  # not the grace window
+    assert service.events("closed")[-1]["missing"] == ["p2"]
+    assert "no heartbeat from peer p2 for" in service.output
+    assert main(["server", "status", "--server", service.address]) == 0
+    assert "; no heartbeat from p2 for" in capsys.readouterr().out
+
+
 def test_who_says_so_takes_over_and_the_other_one_is_told(make_service: MakeService):
     service = make_service(peers=1)
     service.start()
