@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
-__all__ = ["as_option", "listed", "plural", "short_number"]
+__all__ = ["as_option", "listed", "meant_option", "plural", "short_number"]
 
 _DIGITS = 20
 """Of a whole number that a message has in full."""
@@ -14,6 +15,14 @@ _DIGITS = 20
 def as_option(name: str) -> str:
     """Return the option that sets a field or an argument, where it has no name of its own."""
     return "--" + name.replace("_", "-")
+
+
+def meant_option(word: str, known: Iterable[str]) -> str | None:
+    """Return the question which of the known options a mistyped one is to be; None where none is near."""
+    typed, options = word.partition("=")[0], list(known)
+    near = [option for option in options if option.startswith(typed)]
+    near = near or difflib.get_close_matches(typed, options, n=1)
+    return f"did you mean {' or '.join(near[:5])}?" if near else None
 
 
 def listed(names: Sequence[str], limit: int = 5, more: str = "more unit") -> str:

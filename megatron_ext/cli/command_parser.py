@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, Self
 
+from megatron_ext.phrases import meant_option
+
 __all__ = ["CommandParser"]
 
 _NEGATIVE = re.compile(r"-(\.?\d|inf|nan)", re.IGNORECASE)
@@ -57,10 +59,7 @@ class CommandParser(argparse.ArgumentParser):
         said = way_out(word) if callable(way_out) else way_out
         if said is not None or not word.startswith("--"):
             return said
-        typed = word.partition("=")[0]
-        near = [option for option in self._option_string_actions if option.startswith(typed)]
-        near = near or difflib.get_close_matches(typed, self._option_string_actions, n=1)
-        return f"did you mean {' or '.join(near)}?" if near else None
+        return meant_option(word, self._option_string_actions)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Refuse an unknown subcommand with the place where there is one of that name, or the nearest spelling."""

@@ -27,8 +27,8 @@ from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, te
 __all__ = ["MIXTURE"]
 
 _UNTRAINED_BIASES = refused(
-    "Megatron 0.19 trains them where the expert tensor parallel size is 1, and on its local implementation with expert "
-    "parallelism only",
+    "Megatron 0.19 fails on biases of experts whose tensor parallel size is above 1, and on its local implementation "
+    "without expert parallelism",
     "give --disable-bias-linear",
 )
 _NO_SHARED_BIASES = refused("Megatron 0.19 makes shared experts without them only", "give --disable-bias-linear")
@@ -113,7 +113,7 @@ MIXTURE = (
     ),
     row(
         "--moe-grouped-gemm",
-        cpu=needs_gpu("grouped matrix products are CUDA kernels", "without it the experts run one after the other"),
+        cpu=needs_gpu("grouped matrix products are CUDA kernels", "drop it, and the experts run one after the other"),
         local_sgd=WORKERS_ON_TE,
         hot_switch=tested(f"{STRATEGIES}test_transformer_engine.py::test_hot_equals_static"),
         sync_service=PEER_ON_A_GPU,

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from megatron_ext import async_save
 from megatron_ext.batch_size import batch_size_problem, schedule_problem
@@ -26,7 +26,7 @@ from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.options import UnknownOption, missing_optimizers, unknown_options, unknown_problems
 from megatron_ext.patching import Patch, PatchRegistry
 from megatron_ext.patching.bound_arguments import bound_with_defaults
-from megatron_ext.phrases import as_option
+from megatron_ext.phrases import as_option, meant_option
 from megatron_ext.run_options import run_options
 from megatron_ext.said_by_megatron import refusals_in_one_line
 
@@ -149,9 +149,23 @@ def _wrap_add(
         options.update(set(parser._option_string_actions) - before)
         if set_defaults is not None:
             set_defaults(parser)
+        _refuse_in_one_line(parser)
         return parser
 
     return add_megatron_arguments
+
+
+def _refuse_in_one_line(parser: argparse.ArgumentParser) -> None:
+    """Let one rank say what is wrong, with what was meant; argparse prints the usage, 800 lines, and on every rank."""
+
+    def error(message: str) -> NoReturn:
+        _, is_unknown, words = message.partition("unrecognized arguments: ")
+        known = parser._option_string_actions
+        options = [word for word in words.split() if word.startswith("--")] if is_unknown else []
+        hints = dict.fromkeys(hint for word in options if (hint := meant_option(word, known)))
+        raise UserError("; ".join([" ".join(message.split()), *hints]))
+
+    parser.error = error  # type: ignore[method-assign]  # the parser is made by Megatron, as argparse's own class
 
 
 def _escape_help(parser: argparse.ArgumentParser) -> None:

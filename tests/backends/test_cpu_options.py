@@ -179,7 +179,7 @@ def test_explicit_values_win_over_the_defaults():
 
 
 UNTRAINED = {
-    "on one rank": (1, {}, "--num-experts with biases is not supported: Megatron 0.19 trains them where"),
+    "on one rank": (1, {}, "--num-experts with biases is not supported: Megatron 0.19 fails on biases of experts"),
     "over ranks": (
         2,
         {"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_model_parallel_size": 1},
