@@ -42,7 +42,7 @@ from tests.support.distributed import run_ranks
 PEAK_GOAL = 3.0
 BYTES_GOALS = {"fp32": None, "bf16": 0.36, "int8": 0.18, "int4": 0.095}
 BYTES_NAMES = {"int4": "4bit"}
-THROUGHPUT_GOAL = 0.5
+THROUGHPUT_GOAL = 0.6
 MERGE_GOAL = 0.1
 MERGE_EXPERTS = 32
 MOST_MILLIONS = 1e9
