@@ -33,6 +33,7 @@ from benchmarks.ranks.outer_rounds import PENALTY, PLAIN, Setting, Timing, numel
 from tests.support.distributed import run_ranks
 
 GOALS = {PLAIN: 1.25, PENALTY: 1.5}
+PROCESSOR_GOAL = 1.3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,11 +134,13 @@ def _measure(workers: int, setting: Setting) -> tuple[list[Case], tuple[str, ...
         [bare.wall for bare in reduces], [copy.wall for copy in copies], workers, guarded=guarded
     )
     over = statistics.median(sync.wall / bound for sync, bound in zip(rounds, least, strict=True))
+    processor = statistics.median(sync.cpu / bare.cpu for sync, bare in zip(rounds, reduces, strict=True))
     speed = COPIED * numel(setting.shapes) / statistics.median(copy.wall for copy in copies)
     name, goal = f"{setting.method}_w{workers}", GOALS[setting.method]
     cases = [
         Case(case=f"{name}_ratio", value=ratio, unit="ratio", goal=goal, direction="lower"),
         Case(case=f"{name}_over_least", value=over, unit="ratio", goal=goal, direction="lower"),
+        Case(case=f"{name}_processor_ratio", value=processor, unit="ratio", goal=PROCESSOR_GOAL, direction="lower"),
     ]
     return cases, (
         setting.method,

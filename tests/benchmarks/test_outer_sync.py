@@ -28,14 +28,16 @@ def test_every_method_and_number_of_workers_is_one_case(tmp_path, capsys, monkey
     cases = read_cases(path)
     ratios = {"diloco_w2_ratio": 1.25, "diloco_w3_ratio": 1.25, "penalty_w2_ratio": 1.5, "penalty_w3_ratio": 1.5}
     least = {name.replace("_ratio", "_over_least"): goal for name, goal in ratios.items()}
+    processor = {name.replace("_ratio", "_processor_ratio"): 1.3 for name in ratios}
     wire = {"wire_bytes_bf16": 0.53, "wire_bytes_int8": 0.28, "wire_bytes_4bit": 0.15}
     step_ratio = {"overlapped_step_ratio": 1.05}
-    assert {name: case["goal"] for name, case in cases.items()} == {**ratios, **least, **wire, **step_ratio}
+    goals = {**ratios, **least, **processor, **wire, **step_ratio}
+    assert {name: case["goal"] for name, case in cases.items()} == goals
     assert asked == [12]
     for name, case in cases.items():
         assert (case["unit"], case["direction"]) == ("ratio", "lower")
         assert case["value"] > 0
-        assert name in {**ratios, **least} or case["value"] <= case["goal"]
+        assert name in {**ratios, **least, **processor} or case["value"] <= case["goal"]
     assert "diloco_w3_ratio" in capsys.readouterr().out
 
 
