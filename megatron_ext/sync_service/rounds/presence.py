@@ -54,6 +54,10 @@ class Presence:
         is_alive = math.isfinite(seconds) and seconds > 0
         self._alive_seconds[peer] = min(seconds, LONGEST_ALIVE_SECONDS) if is_alive else 0.0
 
+    def was_deaf(self) -> None:
+        """Note that this server itself stood still: nobody was silent who could not be heard."""
+        self._begun = time.monotonic()
+
     def heard(self, peer: str) -> None:
         """Note a call of the process that speaks for a peer."""
         self._last[peer] = time.monotonic()
@@ -93,12 +97,6 @@ class Presence:
         self._missed.update(found)
         return found
 
-    def seconds_until_gone(self, peers: Iterable[str]) -> float | None:
-        """Return after how many seconds the first of those that are alive would be gone; None where nobody is."""
-        now = time.monotonic()
-        ends = [end for peer in peers if self.is_known(peer) and (end := self.gone_from(peer)) > now]
-        return min(ends) - now if ends else None
-
     def is_known(self, peer: str) -> bool:
         """Return whether a peer's process says when it is alive."""
         return peer in self._alive_seconds
@@ -108,8 +106,8 @@ class Presence:
         return self.is_known(peer) and self.silent_seconds(peer) > max(seconds, self._alive_seconds[peer])
 
     def silent_seconds(self, peer: str) -> float:
-        """Return for how many seconds nothing was heard of a peer, since this server has begun at most."""
+        """Return for how many seconds nothing was heard of a peer, since this server can hear at most."""
         return time.monotonic() - self._heard(peer)
 
     def _heard(self, peer: str) -> float:
-        return self._last.get(peer, self._begun)
+        return max(self._last.get(peer, self._begun), self._begun)

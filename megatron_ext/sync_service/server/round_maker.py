@@ -31,6 +31,12 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 2.0
 """After a round could not be written."""
 
+_LOOK_SECONDS = 1.0
+"""Between two looks for peers whose heartbeats have failed to come."""
+
+_STANDSTILL_SECONDS = 3.0
+"""A look that comes so much later finds that the server's process, or its machine, has stood still."""
+
 
 class RoundMaker:
     """Makes rounds until it is stopped. Holds the run's lock but while it works on values."""
@@ -68,6 +74,7 @@ class RoundMaker:
         self._failpoints = failpoints
         self._on_fatal = on_fatal
         self._stopping = False
+        self._look_at = time.monotonic()
         self._thread = threading.Thread(target=self._work, name="rounds", daemon=True)
         self._thread.start()
 
@@ -91,17 +98,27 @@ class RoundMaker:
     def _wait_for_work(self) -> bool:
         """Return when a round is to be closed or made; False at the end."""
         with self._changed:
+            self._look_at = max(self._look_at, time.monotonic())  # the time of the last round does not count
             while not self._stopping:
-                self._tell_who_is_gone()
+                if time.monotonic() >= self._look_at:
+                    self._look_who_is_gone()
                 seconds = self._seconds_until_close()
                 if seconds == 0.0:
+                    self._tell_who_is_gone()  # before the round that closes without them
                     return True
-                until_gone = self._presence.seconds_until_gone(self._store.state.members)
-                self._changed.wait(min((each for each in (seconds, until_gone) if each is not None), default=None))
+                until_look = max(self._look_at - time.monotonic(), 0.0)
+                self._changed.wait(until_look if seconds is None else min(seconds, until_look))
         return False
 
     def _seconds_until_close(self) -> float | None:
         return self._store.state.seconds_until_close(time.monotonic(), self._presence.gone_from)
+
+    def _look_who_is_gone(self) -> None:
+        now = time.monotonic()
+        if now > self._look_at + _STANDSTILL_SECONDS:
+            self._presence.was_deaf()
+        self._look_at = now + _LOOK_SECONDS
+        self._tell_who_is_gone()
 
     def _tell_who_is_gone(self) -> None:
         for peer in self._presence.newly_gone(self._store.state.members):

@@ -13,6 +13,7 @@ import pytest
 from megatron_ext.cli.main import main
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.rounds.config import RunConfig
+from megatron_ext.sync_service.rounds.presence import LEAST_SILENCE
 from megatron_ext.sync_service.server.config import ServerConfig
 from tests.support.waiting import until
 from tests.sync_service.authority import Authority
@@ -74,6 +75,25 @@ def test_a_peer_that_was_killed_is_known_and_a_round_that_has_its_quorum_does_no
     assert "no heartbeat from peer p2 for" in service.output
     assert main(["server", "status", "--server", service.address]) == 0
     assert "; no heartbeat from p2 for" in capsys.readouterr().out
+
+
+def test_a_server_that_stood_still_waits_for_those_that_it_could_not_hear(make_service: MakeService):
+    service = make_service(peers=2, quorum=1, grace_seconds=300.0)
+    service.start()
+    with service.client("p0", START, **ALIVE) as first, service.client("p1", START, **ALIVE) as second:
+        first.start(START)
+        second.start(START)
+        waiting = threading.Thread(target=first.sync, args=(START,))
+        waiting.start()
+        until(lambda: len(service.events("uploaded")) == 2, "the start, and a contribution")
+        service.server.kill(signal.SIGSTOP)
+        time.sleep(LEAST_SILENCE + 3.0)
+        service.server.kill(signal.SIGCONT)
+        time.sleep(2.0)
+        assert not [event for event in service.events("closed") if event["round"] == 1]
+        assert second.sync(START).number == 1
+        waiting.join()
+    assert service.events("closed")[-1]["missing"] == []
 
 
 def test_who_says_so_takes_over_and_the_other_one_is_told(make_service: MakeService):
