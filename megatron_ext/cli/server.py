@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ext.config_options import in_option_names
 from megatron_ext.errors import UserError, combine
+from megatron_ext.phrases import as_option
 
 __all__ = ["add_parser", "run_compact", "run_drain", "run_evict", "run_recover", "run_start", "run_status"]
 
@@ -99,7 +100,16 @@ def _add_start(actions: Any) -> None:
     run.add_argument("--merge-topk", type=int, metavar="K", help="from how many experts each takes over (4)")
     # For tests: dies at a place of the code as if the power had gone.
     start.add_argument("--failpoint", action="append", default=[], help=argparse.SUPPRESS)
-    start.set_defaults(func=run_start)
+    start.set_defaults(func=run_start, of_unknown=_only_in_a_file)
+
+
+def _only_in_a_file(word: str) -> str | None:
+    """Return where a setting of a run is given that has no option; None for what is none."""
+    from megatron_ext.sync_service.rounds.config import RunConfig
+
+    option = word.partition("=")[0]
+    field = next((name for name in RunConfig.__dataclass_fields__ if as_option(name) == option), None)
+    return f"{option} is given as {field} in the file of --config, under runs" if field else None
 
 
 def _add_recover(actions: Any) -> None:

@@ -89,6 +89,7 @@ def test_a_strategy_with_a_negative_size_is_a_value(capsys: pytest.CaptureFixtur
     [
         ("data prepare x --output-prefix y --text-key content", "data prepare: error: unrecognized arguments: --text-"),
         ("data prepare x --output-prefix y --json-key=k", "arguments: --json-key=k; did you mean --jsonl-key?"),
+        ("server start --dir d --skip-anomaly", "--skip-anomaly is given as skip_anomaly in the file of --config"),
         ("patches --chek extra", "patches: error: unrecognized arguments: --chek extra; did you mean --check?"),
         ("explain --num-layers 4", "unrecognized arguments: --num-layers; what Megatron gets comes after --"),
         ("--no-such patches", "megatron-ext: error: unrecognized arguments: --no-such; see megatron-ext --help"),

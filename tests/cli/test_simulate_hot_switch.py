@@ -156,7 +156,7 @@ def test_a_strategy_file_is_read_with_what_it_computes_again(
         (["--hot-switch-profile"], "--hot-switch-profile decides over no time and no byte that are simulated"),
         (["--hot-switch-strategy-file", "a.yaml"], "--hot-switch-strategy-file are both given; drop one"),
         (["--moe-router-topk", "2"], "it must be 1, because the model has no experts"),
-        (["--sweep", "hot-switch-strategies=8,1,1"], "there is no option --hot-switch-strategies with a value"),
+        (["--sweep", "hot-switch-strategies=8,1,1"], "--hot-switch-strategies is not a setting with one value"),
         (["--model", "llama-1t"], "'llama-1t' is not known"),
     ],
 )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_ext.errors import UserError, combine
 from megatron_ext.output_files import output_problems
+from megatron_ext.phrases import listed, meant_option
 
 if TYPE_CHECKING:
     from megatron_ext.simulate.sweep import Sweep
@@ -182,6 +183,12 @@ def _check_files(table: Path | None, picture: Path | None) -> None:
         raise combine(problems, "simulate")
 
 
+def _can_be_swept(action: argparse.Action) -> bool:
+    """Return whether an option is a setting of a simulation with one value."""
+    is_setting = action.dest not in ("sweep", "csv", "png") and action.help != argparse.SUPPRESS
+    return is_setting and action.nargs is None
+
+
 def _read_values(parser: argparse.ArgumentParser, sweep: Sweep) -> tuple[str, dict[str, Any]]:
     """Return where the values of a sweep go, and what they are, as if they stood on the command line.
 
@@ -189,10 +196,14 @@ def _read_values(parser: argparse.ArgumentParser, sweep: Sweep) -> tuple[str, di
         UserError: there is no such option with a value, it cannot have one of these, or has one twice.
     """
     name = sweep.flag.removeprefix("--")
-    action = parser._option_string_actions.get(sweep.flag)
-    without_value = action is None or action.nargs is not None or action.help == argparse.SUPPRESS
-    if action is None or without_value or action.dest in ("sweep", "csv", "png"):
-        raise UserError(f"--sweep {name}: there is no option {sweep.flag} with a value")
+    allowed = {flag: action for flag, action in parser._option_string_actions.items() if _can_be_swept(action)}
+    action = allowed.get(sweep.flag)
+    if action is None:
+        meant = meant_option(sweep.flag, allowed)
+        raise UserError(
+            f"--sweep {name}: {sweep.flag} is not a setting with one value; "
+            + (meant or f"--help lists them: {listed(list(allowed), more='other')}")
+        )
     found = {}
     for value in sweep.values:
         if value in found:
