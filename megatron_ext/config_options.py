@@ -10,7 +10,7 @@ from dataclasses import Field, field
 from types import MappingProxyType
 from typing import Any, Literal, Self, Union, get_args, get_origin, get_type_hints
 
-from megatron_ext.phrases import as_option
+from megatron_ext.phrases import as_field, as_option
 
 __all__ = [
     "ANY_TYPE",
@@ -41,13 +41,13 @@ _CHOICES = "choices"
 def flag(name: str, default: Any, **argparse_meta: Any) -> Any:
     """Return a field whose command-line flag is not simply its name."""
     # Megatron's namespace is flat, and a bare `normalize` or `density` would be anybody's.
-    named = {"arg_names": [name], "dest": _argument(name)}
+    named = {"arg_names": [name], "dest": as_field(name)}
     return field(default=default, metadata={"argparse_meta": {**named, **argparse_meta}})
 
 
 def one_of(name: str, default: Any, names: Callable[[], tuple[str, ...]]) -> Any:
     """Return a field that holds one of the names that there are when it is asked for, or its default."""
-    named = {"arg_names": [name], "dest": _argument(name), "type": str}
+    named = {"arg_names": [name], "dest": as_field(name), "type": str}
     return field(default=default, metadata={"argparse_meta": named, _CHOICES: names})
 
 
@@ -70,7 +70,7 @@ def flag_of(entry: "Field[Any]") -> str:
 
 def argument_of(entry: "Field[Any]") -> str:
     """Return what a config field is called in Megatron's argument namespace."""
-    return _argument(flag_of(entry))
+    return as_field(flag_of(entry))
 
 
 def in_field_names(text: str, fields: Mapping[str, "Field[Any]"], off: str) -> str:
@@ -101,10 +101,6 @@ def in_option_names(text: str, names: Iterable[str], renamed: Mapping[str, str] 
         where = rf"(?<![-\w]){name}\b" if "_" in name else rf"(?:^|(?<=: )){name}(?= )|(?<![-\w]){name}(?= is )"
         text = re.sub(where, option, text)
     return text
-
-
-def _argument(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 class FromArgs:

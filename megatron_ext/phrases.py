@@ -6,7 +6,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Sequence
 
-__all__ = ["as_option", "listed", "meant_option", "plural", "short_number"]
+__all__ = ["as_field", "as_option", "listed", "meant_option", "plural", "short_number"]
 
 _DIGITS = 20
 """Of a whole number that a message has in full."""
@@ -15,6 +15,11 @@ _DIGITS = 20
 def as_option(name: str) -> str:
     """Return the option that sets a field or an argument, where it has no name of its own."""
     return "--" + name.replace("_", "-")
+
+
+def as_field(option: str) -> str:
+    """Return the field or argument that such an option sets."""
+    return option.removeprefix("--").replace("-", "_")
 
 
 def meant_option(word: str, known: Iterable[str]) -> str | None:

@@ -32,7 +32,8 @@ for arg in "$@"; do
 done
 if [[ -z $chosen ]]; then
     # Tests of several processes wait for each other, for ports and for disks, so that two processors have work for three
-    # files at once; four only get in each other's way (measured: 5 % slower, and longer waits). Not the files with most tests first: those with few have the longest ones, and would come last.
+    # files at once; four get in each other's way. Not the files with most tests first: those with few have the longest
+    # ones, and would come last.
     pytest_args+=(-n 3 --dist loadfile --no-loadscope-reorder --durations=25)
     if [[ -z $with_slow ]]; then
         pytest_args+=(-m "not slow")

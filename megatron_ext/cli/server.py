@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_ext.config_options import in_option_names
 from megatron_ext.errors import UserError, combine
-from megatron_ext.phrases import as_option
+from megatron_ext.phrases import as_field
 
 __all__ = ["add_parser", "run_compact", "run_drain", "run_evict", "run_recover", "run_start", "run_status"]
 
@@ -108,8 +108,9 @@ def _only_in_a_file(word: str) -> str | None:
     from megatron_ext.sync_service.rounds.config import RunConfig
 
     option = word.partition("=")[0]
-    field = next((name for name in RunConfig.__dataclass_fields__ if as_option(name) == option), None)
-    return f"{option} is given as {field} in the file of --config, under runs" if field else None
+    if (field := as_field(option)) not in RunConfig.__dataclass_fields__:
+        return None
+    return f"{option} is given as {field} in the file of --config, under runs"
 
 
 def _add_recover(actions: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 
 from megatron_ext.options.common_verdicts import AS_A_PEER
 from megatron_ext.options.verdict import CIRCUMSTANCES, FEATURES, OptionVerdict
+from megatron_ext.phrases import as_field
 
 __all__ = ["Asked", "Row", "differs", "everywhere", "given", "is_set", "row", "says"]
 
@@ -127,7 +128,7 @@ def row(
         cpu_default: its value on CPU by its name in the namespace, where Megatron's own default is not good there.
     """
     flag = option.split()[0]
-    own = flag.removeprefix("--").replace("-", "_")
+    own = as_field(flag)
     return Row(
         option=option,
         flags=flags or (flag,),

@@ -21,8 +21,7 @@ class ServicePeer:
         base: the round whose values its interval began with.
         place: how far its training was then.
         life: which process of the peer this is; what an earlier one had planned is void.
-        alive: whether that process has started.
-        gone_from: when the server knows that it has not; infinity while it is alive.
+        gone_from: when the server knows that that process has not started; infinity while it is alive.
         repeating: whether it makes an interval again whose contribution is on record.
         applied: whether the round of the interval before is done, so that this one may end.
         awaited: whether a contribution of it is on record, whose round is not made.
@@ -39,7 +38,6 @@ class ServicePeer:
         self.base = 0
         self.place = Progress(0, 0, 0.0, 1)
         self.life = 1
-        self.alive = True
         self.gone_from = math.inf
         self.repeating = False
         self.applied = True
@@ -51,6 +49,11 @@ class ServicePeer:
         self._waits_for: Cause | None = None
         self._since = 0.0
         self._trains_until = 0.0
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process has started."""
+        return self.gone_from == math.inf
 
     @property
     def is_waiting(self) -> bool:
@@ -85,7 +88,7 @@ class ServicePeer:
 
     def start_again(self) -> None:
         """Let the peer's next process begin."""
-        self.alive, self.gone_from = True, math.inf
+        self.gone_from = math.inf
 
     def lose_interval(self, now: float) -> None:
         """Give what has been made of the interval that has begun its cause: it is not contributed."""
@@ -98,7 +101,7 @@ class ServicePeer:
         self.lose_interval(now)
         if not self.awaited:
             self.resolve(counted=False)
-        self.life, self.alive, self.repeating = self.life + 1, False, False
+        self.life, self.repeating = self.life + 1, False
         self.gone_from = now + ALIVE_HEARTBEATS * HEARTBEAT_SECONDS
         self._change("restarting", now)
 

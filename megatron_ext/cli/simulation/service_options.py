@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from megatron_ext.cli.simulation.simulated_flags import DECIDES_NOTHING, ProductFlags
 from megatron_ext.config_options import WITHOUT_FLAG, flag_of
+from megatron_ext.phrases import as_field
 
 __all__ = ["peer_flags", "why_refused"]
 
@@ -63,7 +64,7 @@ def why_refused(word: str) -> str | None:
     of_spes = {flag_of(entry) for entry in fields(SpesConfig) if WITHOUT_FLAG not in entry.metadata}
     if option in {*_BEGIN_SPES, *of_spes}:
         return f"{option} {_OF_EXPERTS}"
-    name = option.removeprefix("--").replace("-", "_")
+    name = as_field(option)
     if name in _OF_THE_RUN:
         return f"{option} {_OF_THE_RUN[name]}"
     if name in {entry.name for entry in fields(RunConfig)}:

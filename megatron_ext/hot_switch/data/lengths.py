@@ -36,14 +36,13 @@ def read_lengths(path: Path) -> npt.NDArray[np.int64]:
         ) from None
     found = []
     for number, line in enumerate(lines, start=1):
-        if line.strip():
+        if text := line.strip():
             # int() would take other scripts' digits, and numpy no larger number.
-            text = line.strip()
             if not (text.isascii() and text.isdecimal() and len(text) <= 10):
                 raise UserError(
                     f"--lengths {path}, line {number}: {text[:40]!r} is not a number of tokens; give one per line"
                 )
-            found.append(int(line))
+            found.append(int(text))
     return np.array(found, dtype=np.int64)
 
 

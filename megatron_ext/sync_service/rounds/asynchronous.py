@@ -14,9 +14,9 @@ from typing import Any
 
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.journal import Event
-from megatron_ext.sync_service.rounds.members import Policy, RoundResult
+from megatron_ext.sync_service.rounds.members import GoneFrom, Policy, RoundResult, never
 from megatron_ext.sync_service.rounds.resume import Ledger
-from megatron_ext.sync_service.rounds.round import Answer, GoneFrom, RunState, never
+from megatron_ext.sync_service.rounds.round import Answer, RunState
 
 __all__ = ["AsynchronousState"]
 

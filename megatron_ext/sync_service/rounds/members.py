@@ -3,10 +3,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Admission", "Member", "Policy", "RoundResult"]
+__all__ = ["Admission", "GoneFrom", "Member", "Policy", "RoundResult", "never"]
+
+GoneFrom = Callable[[str], float]
+"""Returns until when a peer counts as alive should its process say nothing more, on the clock of the caller."""
+
+
+def never(peer: str) -> float:
+    """Be the `GoneFrom` of who does not know whether peers are alive."""
+    return math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

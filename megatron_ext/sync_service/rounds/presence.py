@@ -29,7 +29,7 @@ class Presence:
         """Know of nobody."""
         self._alive_seconds: dict[str, float] = {}
         self._last: dict[str, float] = {}
-        self._missed: set[str] = set()
+        self._told: set[str] = set()
         """Of whom it was told that they are gone."""
         self._begun = time.monotonic()
 
@@ -61,7 +61,7 @@ class Presence:
     def heard(self, peer: str) -> None:
         """Note a call of the process that speaks for a peer."""
         self._last[peer] = time.monotonic()
-        self._missed.discard(peer)
+        self._told.discard(peer)
 
     def alive_until(self, peer: str) -> float | None:
         """Return until when (`time.monotonic`) a peer's process counts as alive; None when it does not.
@@ -81,20 +81,20 @@ class Presence:
         seconds = self._alive_seconds[peer]
         return self._heard(peer) + (max(seconds, LEAST_SILENCE) if seconds else 0.0)
 
-    def gone(self, peers: Iterable[str]) -> list[str]:
+    def silent(self, peers: Iterable[str]) -> list[str]:
         """Return of which peers the process sent heartbeats and has stopped; not of those that said that they end."""
         now = time.monotonic()
         return [peer for peer in peers if self._alive_seconds.get(peer) and self.gone_from(peer) <= now]
 
     def told(self, peers: Iterable[str]) -> str:
         """Return in words which peers are gone; nothing where none is."""
-        silent = [f"{peer} for {self.silent_seconds(peer):.0f} s" for peer in self.gone(peers)]
+        silent = [f"{peer} for {self.silent_seconds(peer):.0f} s" for peer in self.silent(peers)]
         return f"no heartbeat from {listed(silent, more='other')}" if silent else ""
 
-    def newly_gone(self, peers: Iterable[str]) -> list[str]:
+    def newly_silent(self, peers: Iterable[str]) -> list[str]:
         """Return who is gone and was not when this was asked before."""
-        found = [peer for peer in self.gone(peers) if peer not in self._missed]
-        self._missed.update(found)
+        found = [peer for peer in self.silent(peers) if peer not in self._told]
+        self._told.update(found)
         return found
 
     def is_known(self, peer: str) -> bool:

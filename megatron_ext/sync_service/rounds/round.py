@@ -11,7 +11,6 @@ when it closed counts in it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection
 from dataclasses import asdict, astuple
 from typing import Any, Literal
@@ -20,24 +19,16 @@ from megatron_ext.phrases import listed
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import Progress
 from megatron_ext.sync_service.rounds.journal import Event
-from megatron_ext.sync_service.rounds.members import Member, Policy, RoundResult
+from megatron_ext.sync_service.rounds.members import GoneFrom, Member, Policy, RoundResult, never
 from megatron_ext.sync_service.rounds.resume import Ledger, Recorded
 
-__all__ = ["KEPT_RESULTS", "Answer", "GoneFrom", "RunState", "never"]
+__all__ = ["KEPT_RESULTS", "Answer", "RunState"]
 
 KEPT_RESULTS = 16
 """How many rounds back a peer can ask what became of its contribution."""
 
 Answer = tuple[Literal["waiting", "committed", "publish", "upload"], str]
 """What is to be done by a peer that awaits a round, and why."""
-
-GoneFrom = Callable[[str], float]
-"""Returns until when a peer counts as alive should its process say nothing more, on the clock of the caller."""
-
-
-def never(peer: str) -> float:
-    """Be the `GoneFrom` of who does not know whether peers are alive."""
-    return math.inf
 
 
 class RunState:

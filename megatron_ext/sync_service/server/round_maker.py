@@ -101,10 +101,10 @@ class RoundMaker:
             self._look_at = max(self._look_at, time.monotonic())  # the time of the last round does not count
             while not self._stopping:
                 if time.monotonic() >= self._look_at:
-                    self._look_who_is_gone()
+                    self._look_who_is_silent()
                 seconds = self._seconds_until_close()
                 if seconds == 0.0:
-                    self._tell_who_is_gone()  # before the round that closes without them
+                    self._tell_who_is_silent()  # before the round that closes without them
                     return True
                 until_look = max(self._look_at - time.monotonic(), 0.0)
                 self._changed.wait(until_look if seconds is None else min(seconds, until_look))
@@ -113,15 +113,15 @@ class RoundMaker:
     def _seconds_until_close(self) -> float | None:
         return self._store.state.seconds_until_close(time.monotonic(), self._presence.gone_from)
 
-    def _look_who_is_gone(self) -> None:
+    def _look_who_is_silent(self) -> None:
         now = time.monotonic()
         if now > self._look_at + _STANDSTILL_SECONDS:
             self._presence.was_deaf()
         self._look_at = now + _LOOK_SECONDS
-        self._tell_who_is_gone()
+        self._tell_who_is_silent()
 
-    def _tell_who_is_gone(self) -> None:
-        for peer in self._presence.newly_gone(self._store.state.members):
+    def _tell_who_is_silent(self) -> None:
+        for peer in self._presence.newly_silent(self._store.state.members):
             seconds = self._presence.silent_seconds(peer)
             log.warning("run %s: no heartbeat from peer %s for %.0f s", self._run, peer, seconds)
 

@@ -46,14 +46,14 @@ def test_who_stops_sending_heartbeats_is_gone_and_that_is_told_once(monkeypatch:
         presence.begins(peer, seconds)
     presence.says("ended", 0.0)
     everybody = ["short", "long", "silent", "ended"]
-    assert presence.gone(everybody) == [] and presence.told(everybody) == ""
+    assert presence.silent(everybody) == [] and presence.told(everybody) == ""
     time.sleep(0.1)
-    assert presence.gone(everybody) == ["short"]
+    assert presence.silent(everybody) == ["short"]
     assert presence.told(everybody) == "no heartbeat from short for 0 s"
-    assert [presence.newly_gone(everybody), presence.newly_gone(everybody)] == [["short"], []]
+    assert [presence.newly_silent(everybody), presence.newly_silent(everybody)] == [["short"], []]
     presence.heard("short")
     time.sleep(0.1)
-    assert presence.newly_gone(everybody) == ["short"]
+    assert presence.newly_silent(everybody) == ["short"]
     assert presence.gone_from("silent") == math.inf
     assert presence.gone_from("ended") < time.monotonic()
 
@@ -63,7 +63,7 @@ def test_no_process_is_gone_within_seconds_however_often_it_sends_heartbeats():
     presence.heard("p0")
     presence.begins("p0", 0.01)
     time.sleep(0.05)
-    assert presence.alive_until("p0") is None and presence.gone(["p0"]) == []
+    assert presence.alive_until("p0") is None and presence.silent(["p0"]) == []
     assert presence.gone_from("p0") == pytest.approx(time.monotonic() + module.LEAST_SILENCE, abs=2.0)
 
 
@@ -74,6 +74,6 @@ def test_nobody_was_silent_while_the_server_stood_still(monkeypatch: pytest.Monk
     presence.begins("p0", 0.05)
     time.sleep(0.1)
     presence.was_deaf()
-    assert presence.gone(["p0"]) == [] and presence.alive_until("p0") is not None
+    assert presence.silent(["p0"]) == [] and presence.alive_until("p0") is not None
     time.sleep(0.1)
-    assert presence.gone(["p0"]) == ["p0"]
+    assert presence.silent(["p0"]) == ["p0"]
