@@ -130,7 +130,11 @@ class AnomalyDetector:
         )
 
     def learn(
-        self, norms: torch.Tensor, accepted: torch.Tensor, present: torch.Tensor | None = None
+        self,
+        norms: torch.Tensor,
+        accepted: torch.Tensor,
+        present: torch.Tensor | None = None,
+        fresh: torch.Tensor | None = None,
     ) -> list[NewLevel]:
         """Take in the norms that were accepted; `verdicts` has seen them.
 
@@ -138,24 +142,29 @@ class AnomalyDetector:
             norms: fp64, (workers, units).
             accepted: bool, of the same shape; the other norms change nothing, until they are a new level.
             present: bool, of the same shape: who took part; all unless given.
+            fresh: bool, of the same shape: whose norms are of this round. The others' are those of their last one,
+                with which these are compared; nothing is learned from them again. All unless given.
 
         Returns:
             The new levels, from which the next round is judged.
         """
+        present = torch.ones_like(accepted) if present is None else present
+        fresh = torch.ones_like(accepted) if fresh is None else fresh
         compared, limits, means = norms / self._scale, self._limits(), self.mean
-        self._learn(norms, accepted)
+        self._learn(norms, accepted, fresh)
         if self._levels is None:
             return []
-        measure = torch.isfinite(norms) & (norms > 0) & (torch.ones_like(accepted) if present is None else present)
-        new = self._levels.take(compared, rejected=~accepted, present=measure, limits=limits, means=means)
+        measure = torch.isfinite(norms) & (norms > 0) & present
+        new = self._levels.take(compared, rejected=~accepted, present=measure, fresh=fresh, limits=limits, means=means)
         return self._start_again(new) if new.any() else []
 
-    def _learn(self, norms: torch.Tensor, accepted: torch.Tensor) -> None:
+    def _learn(self, norms: torch.Tensor, accepted: torch.Tensor, fresh: torch.Tensor) -> None:
         if self.relative:
             # What was rejected is not a measure for the others, and a single worker has nothing to be compared with.
             measure = accepted & (norms > 0)
             norms = norms / _median(norms, measure)
             accepted = accepted & (measure.sum(dim=0) > 1)
+        accepted = accepted & fresh
         norms = torch.where(accepted, norms, self.mean)
         alpha = self.alpha
         weight = (1 - alpha) * self.weight + alpha

@@ -49,7 +49,7 @@ class LastingRejections:
         self._way_out = way_out
 
     def take(
-        self, norms: torch.Tensor, accepted: torch.Tensor, took_part: torch.Tensor
+        self, norms: torch.Tensor, accepted: torch.Tensor, took_part: torch.Tensor, fresh: torch.Tensor
     ) -> list[tuple[int, int, LastingRejection]]:
         """Take in a round; return whom the user should know of: (worker, unit, what).
 
@@ -59,9 +59,10 @@ class LastingRejections:
             norms: fp64, (workers, units).
             accepted: bool, of the same shape.
             took_part: bool, of the same shape; who did not is as before.
+            fresh: bool, of the same shape: whose norms are of this round, and not of their last one.
         """
-        self._running = torch.where(accepted, 0, self._running + took_part)
-        longest = (self._running * (took_part & ~accepted)).amax(dim=1).tolist()
+        self._running = torch.where(fresh, torch.where(accepted, 0, self._running + took_part), self._running)
+        longest = (self._running * (took_part & fresh & ~accepted)).amax(dim=1).tolist()
         due = [worker for worker, rounds in enumerate(longest) if _is_said(rounds)]
         return [
             (worker, unit, self._found(worker, unit, norms, took_part))

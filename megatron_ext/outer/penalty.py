@@ -90,13 +90,17 @@ class Penalty:
         """Whether a worker with non-finite weights is excluded instead of ending the run."""
         return self._detector is not None
 
-    def decide(self, norms: torch.Tensor, steps: Sequence[int] | None = None) -> list[Verdict]:
+    def decide(
+        self, norms: torch.Tensor, steps: Sequence[int] | None = None, fresh: Collection[int] | None = None
+    ) -> list[Verdict]:
         """Decide over a round, and learn from what was accepted.
 
         Args:
             norms: L2 norms of the pseudo-gradients, fp64, (workers, units), on the CPU.
             steps: how many every worker has made since the last round, where they differ. One that has made none
                 brings nothing, and does not count.
+            fresh: the workers whose norms are of this round, where the others' are those of their last one, as if all
+                had come together: they are what these are compared with. All unless given.
 
         Returns:
             One verdict per unit.
@@ -105,13 +109,15 @@ class Penalty:
         took_part = (made > 0).unsqueeze(1).expand_as(norms)
         accepted = took_part if self._detector is None else took_part & ~self._detector.verdicts(norms)
         verdicts = [self._verdict(norms[:, unit], accepted[:, unit], made) for unit in range(norms.shape[1])]
+        is_fresh = torch.tensor([fresh is None or worker in fresh for worker in range(len(norms))])
+        of_round = is_fresh.unsqueeze(1).expand_as(norms)
         if self._detector is not None:
             # In the words of what has decided, which a new level is about to replace.
-            for worker, unit in (took_part & ~accepted).nonzero().tolist():
+            for worker, unit in (took_part & of_round & ~accepted).nonzero().tolist():
                 verdicts[unit].reasons[worker] = self.reason(worker, unit, float(norms[worker, unit]))
-            for level in self._detector.learn(norms, accepted, took_part):
+            for level in self._detector.learn(norms, accepted, took_part, of_round):
                 verdicts[level.unit].new_levels[level.worker] = (level.before, level.now)
-            for worker, unit, found in self._lasting.take(norms, accepted, took_part):
+            for worker, unit, found in self._lasting.take(norms, accepted, took_part, of_round):
                 verdicts[unit].lasting[worker] = found
         return verdicts
 

@@ -45,6 +45,7 @@ class SharedLevels:
         *,
         rejected: torch.Tensor,
         present: torch.Tensor,
+        fresh: torch.Tensor,
         limits: torch.Tensor,
         means: torch.Tensor,
     ) -> torch.Tensor:
@@ -54,16 +55,17 @@ class SharedLevels:
             norms: fp64, (workers, units).
             rejected: bool, of the same shape: which norms were too large.
             present: bool: which norms are a measure: finite, above 0, and of a worker that took part.
+            fresh: bool: which are of this round; the others are those of their workers' last one, and count no more.
             limits: fp64: up to where a norm of each worker would have been accepted; NaN without experience.
             means: fp64: the means that they were compared with.
         """
         rejected = rejected & present
-        shared = _shared(norms, rejected, present, limits, means)
+        shared = _shared(norms, rejected, present, limits, means) & fresh
         # A norm that one worker has alone is not part of a level, also among rounds that are.
-        usable = present & (shared | ~rejected)
+        usable = present & fresh & (shared | ~rejected)
         self.recent = torch.where(usable, torch.cat([self.recent[1:], norms[None]]), self.recent)
         self.shared += shared
-        self.quiet = torch.where(shared, 0, self.quiet + present)
+        self.quiet = torch.where(shared, 0, self.quiet + (present & fresh))
         new = self.shared >= self.rounds
         self.shared[new | (self.quiet >= _MEMORY)] = 0
         return new
