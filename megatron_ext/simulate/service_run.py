@@ -59,6 +59,9 @@ class ServiceLoad:
     reduction_seconds: float
     """For one contribution."""
 
+    messages: int
+    """One after the other, that servers exchange in a round."""
+
     latency: float
     """Seconds of a message."""
 
@@ -280,7 +283,7 @@ class ServiceRun:
             self._by_name[name].wait_still_for("reducing", self._queue.now)
         if not self._state.policy.is_asynchronous:
             self._turn_away(number)
-        seconds = self._load.reduction_seconds * len(closing)
+        seconds = self._load.reduction_seconds * len(closing) + self._load.messages * self._load.latency
         self._queue.at(self._queue.now + seconds, lambda: self._reduced(closing, number))
 
     def _turn_away(self, number: int) -> None:

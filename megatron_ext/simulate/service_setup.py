@@ -17,11 +17,17 @@ from megatron_ext.simulate.simulated_peers import SimulatedPeers, SimulatedServe
 from megatron_ext.simulate.step_timer import StepTimer
 from megatron_ext.simulate.training_work import SimulatedTraining
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
+from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.config import RunConfig
+from megatron_ext.sync_service.shards.sharding import assign
 
 __all__ = ["ServiceSetup"]
 
 _BYTES_PER_GBIT = 1e9 / 8
+
+_MESSAGES_OF_ROUND = 4
+"""That the first of several servers and another one exchange: to measure contributions, and to make values of them."""
 
 _OF_THE_RUN = ("rounds", "quorum", "grace_seconds", "max_staleness")
 """Fields of a run at the server that are options of the simulation."""
@@ -61,6 +67,7 @@ class ServiceSetup:
             self._field_problems()
             or [in_option_names(problem, ("peers", *_OF_THE_RUN)) for problem in self.run_config.problems()]
             or self.training.model_problems(self.parameters, self.peers.peer_gpus)
+            or self._shard_problems()
             or self._schedule_problems()
             or self._too_long()
         )
@@ -71,6 +78,28 @@ class ServiceSetup:
         """Return what cannot be, whatever the others are."""
         found = self.peers.problems() + self.server.problems() + self.training.problems() + self.service.problems()
         return found or (["--round-work is of workers inside a job; drop it"] if self.training.round_work else [])
+
+    def _shard_problems(self) -> list[str]:
+        """Return why the values cannot be divided among the servers."""
+        try:
+            self._largest_part()
+        except Refusal as refusal:
+            return [f"--shards is {self.server.shards}: {refusal}"]
+        return []
+
+    def _largest_part(self) -> float:
+        """Which part of the values the server has that has most.
+
+        Raises:
+            Refusal: there is not something for each.
+        """
+        if self.server.shards == 1:
+            return 1.0
+        catalog = Catalog(TensorSpec(name=unit, shape=(values,), unit=unit) for unit, values in self.units.items())
+        loads = [0] * self.server.shards
+        for spec, shard in zip(catalog, assign(catalog, self.server.shards), strict=True):
+            loads[shard] += spec.numel
+        return max(loads) / self.parameters
 
     def _schedule_problems(self) -> list[str]:
         """Return what does not fit into the run."""
@@ -136,7 +165,7 @@ class ServiceSetup:
 
     def run(self) -> SimulatedRun:
         """Return what becomes of the run."""
-        peers, service = self.peers, self.service
+        peers, service, part = self.peers, self.service, self._largest_part()
         codec = build_codec(service.sync_service_codec)
         results = codec.for_results(peers.peers)
         load = ServiceLoad(
@@ -145,10 +174,12 @@ class ServiceSetup:
             delay=service.sync_service_delay,
             up=sum(codec.nbytes(values) for values in self.units.values()),
             down=sum(results.nbytes(values) for values in self.units.values()),
-            reduction_seconds=4 * self.parameters / (1e6 * self.server.reduction),
+            reduction_seconds=part * 4 * self.parameters / (1e6 * self.server.reduction),
+            messages=_MESSAGES_OF_ROUND if self.server.shards > 1 else 0,
             latency=1e-3 * peers.latency,
             peer_link=_BYTES_PER_GBIT * peers.bandwidth,
-            server_link=_BYTES_PER_GBIT * self.server.server_bandwidth,
+            # Contributions are done when their largest part is.
+            server_link=_BYTES_PER_GBIT * self.server.server_bandwidth / part,
             mean_life=3600 * peers.mtbf_hours / peers.peer_gpus,
             restart_seconds=peers.restart_seconds,
             steps=peers.peers * self.training.steps,

@@ -95,6 +95,9 @@ class SimulatedServer:
     """MB/s of fp32 values, of all contributions together, that the server reduces and writes: to be measured, from the
     'seconds' of rounds in its history"""
 
+    shards: int = 1
+    """Servers that have a part of the values each, and such a link and such a speed each"""
+
     rounds: str = "synchronous"
     """'synchronous' or 'asynchronous', as the run's field of that name"""
 
@@ -109,7 +112,8 @@ class SimulatedServer:
 
     def problems(self) -> list[str]:
         """Return what cannot be and is not the run's own to check, one sentence each."""
-        return number_problems(self, {"server_bandwidth": BANDWIDTH, "reduction": BANDWIDTH})
+        rules = {"server_bandwidth": BANDWIDTH, "reduction": BANDWIDTH, "shards": NumberRule(least=1)}
+        return number_problems(self, rules)
 
     def problems_among(self, peers: int) -> list[str]:
         """Return what has no effect on rounds of this many peers; where the run has no problems."""

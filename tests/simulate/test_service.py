@@ -16,7 +16,12 @@ from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
 
 
 def setup_of(
-    *, peers: dict[str, Any] | None = None, server: dict[str, Any] | None = None, steps: int = 1000, **service: Any
+    *,
+    peers: dict[str, Any] | None = None,
+    server: dict[str, Any] | None = None,
+    steps: int = 1000,
+    layers: int = 1,
+    **service: Any,
 ) -> ServiceSetup:
     """Return 4 peers with a billion parameters, 4 GB: 32 s up, 32 s down, 8 s to reduce each; a step of 1 s."""
     whole = {"peers": 4, "bandwidth": 1.0, "latency": 0.0, **(peers or {})}
@@ -24,7 +29,7 @@ def setup_of(
         peers=SimulatedPeers(**whole),
         server=SimulatedServer(**{"server_bandwidth": 100.0, "reduction": 500.0, **(server or {})}),
         training=SimulatedTraining(steps=steps, step_seconds=1.0),
-        units=equal_layers(10**9, 1),
+        units=equal_layers(10**9, layers),
         service=SyncServiceConfig(
             sync_service="localhost:50051",
             sync_service_run="simulated",
@@ -52,6 +57,25 @@ def test_peers_share_the_servers_link():
     assert run.time["sending"] == pytest.approx(19 * 64)
     bf16 = setup_of(server={"server_bandwidth": 2.0}, sync_service_codec="bf16").run()
     assert bf16.time["sending"] == pytest.approx(19 * 32)
+
+
+def test_several_servers_have_a_part_of_the_values_each_and_the_largest_one_counts():
+    # Three units of equal size at two servers: one has two of them.
+    of_two = {"shards": 2, "server_bandwidth": 2.0}
+    run = setup_of(layers=3, server=of_two).run()
+    assert run.time["sending"] == pytest.approx(19 * 64 * 2 / 3)
+    assert run.time["reducing"] == pytest.approx(10 * 32 * 2 / 3)
+    # Where a peer's own link is the narrow one, they change nothing about it.
+    run = setup_of(layers=3, server={"shards": 2}).run()
+    assert run.time["sending"] == pytest.approx(19 * 32)
+    # To measure and to write, the first one asks the other, which answers.
+    late, one = (setup_of(layers=3, peers={"latency": 250.0}, server={"shards": n}).run() for n in (3, 1))
+    assert late.time["reducing"] == pytest.approx(one.time["reducing"] / 3 + 10 * 4 * 0.25)
+
+
+def test_more_servers_than_units_are_refused_as_the_server_does():
+    with pytest.raises(UserError, match=r"--shards is 4: the model has 3 units .* give fewer shards"):
+        setup_of(layers=3, server={"shards": 4})
 
 
 def test_a_delay_hides_a_round():

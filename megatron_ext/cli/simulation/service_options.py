@@ -31,8 +31,6 @@ _OF_EXPERTS = "is of experts that owners train, which are not simulated; drop it
 _BEGIN_SPES = ("--spes-config", "--using-spes")
 
 _OF_THE_RUN = {
-    "shards": "is of a run at several servers, which are not simulated; drop it, or give what they reach together as "
-    "--server-bandwidth and --reduction",
     "sync_steps": "is --sync-service-interval here; give that",
     "max_norm": "is a limit to values, of which a simulation has none; drop it",
     **dict.fromkeys(("merge_interval", "merge_alpha_start", "merge_decay_steps", "merge_topk"), _OF_EXPERTS),

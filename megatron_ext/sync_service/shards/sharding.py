@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_ext.phrases import plural
 from megatron_ext.spes import expert_layer_of
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.refusal import Refusal
@@ -33,8 +34,8 @@ def assign(catalog: Catalog, shards: int) -> tuple[int, ...]:
     if len(sizes) < shards:
         raise Refusal(
             "state",
-            f"the model has {len(sizes)} units (layers, or tensors without one), each of which is on one shard, and "
-            f"there are {shards} shards; give fewer shards",
+            f"the model has {plural(len(sizes), 'unit')} (layers, or tensors without one), each of which is on one "
+            f"shard, and there are {shards} shards; give fewer shards",
         )
     loads = [0] * shards
     shard_of = {}

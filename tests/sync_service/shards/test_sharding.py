@@ -412,7 +412,7 @@ def test_units_stay_whole_and_no_shard_has_more_than_its_part_and_the_largest_un
     for spec in catalog:
         by_unit[spec.unit] = by_unit.get(spec.unit, 0) + spec.numel
     if len(by_unit) < shards:
-        with pytest.raises(Refusal, match=f"the model has {len(by_unit)} units"):
+        with pytest.raises(Refusal, match=f"the model has {len(by_unit)} unit"):
             assign(catalog, shards)
         return
     found = assign(catalog, shards)
