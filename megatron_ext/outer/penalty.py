@@ -46,6 +46,13 @@ class Verdict:
     norms: tuple[float, ...] = ()
     """Their norms where the mean of these is the scale of the weights; empty elsewhere."""
 
+    def relative_weight(self, worker: int) -> float:
+        """Return a worker's weight over the mean weight; 0 where it does not count."""
+        if worker not in self.accepted:
+            return 0.0
+        is_plain = not self.log_weights  # so that it is 1 to the last bit
+        return 1.0 if is_plain else self.weights[self.accepted.index(worker)] * len(self.accepted)
+
     def among(self, workers: Collection[int]) -> Verdict:
         """Return the verdict on what some workers alone have: its weights are relative to the largest of theirs.
 

@@ -32,7 +32,7 @@ __all__ = [
     "pb2",
 ]
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Changes when client and server of different releases would misunderstand each other."""
 
 DIGEST_PROTOCOL = 3

@@ -29,7 +29,8 @@ class AsynchronousState(RunState):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
-        self.weight = 1.0
+        self.beside: tuple[int, ...] = ()
+        """Indices of the other members when the open round closed."""
         self._made_for: dict[str, int] = {}
         self._outcomes: dict[str, tuple[int, RoundResult]] = {}
 
@@ -123,15 +124,7 @@ class AsynchronousState(RunState):
             "peers": [peer],
             "missing": [],
             "made_for": self.made_for(peer),
-            "weight": self._weight_of(peer),
         }
-
-    def _weight_of(self, peer: str) -> float:
-        """Return a peer's work in its last interval in relation to the mean over all peers' last intervals."""
-        if not self.policy.weighs:
-            return 1.0
-        known = {name: work for name in {*self.members, peer} if (work := self.work(name)) is not None}
-        return known[peer] * len(known) / sum(known.values()) if peer in known else 1.0
 
     # What may be.
 
@@ -178,7 +171,7 @@ class AsynchronousState(RunState):
         """Return everything that events have led to."""
         return {
             **super().as_json(),
-            "weight": self.weight,
+            "beside": self.beside,
             "made_for": dict(self._made_for),
             "outcomes": [[peer, number, asdict(result)] for peer, (number, result) in self._outcomes.items()],
         }
@@ -186,7 +179,7 @@ class AsynchronousState(RunState):
     def _recovered(self, event: Event) -> None:
         super()._recovered(event)
         found = event["state"]
-        self.weight, self._made_for = found["weight"], dict(found["made_for"])
+        self.beside, self._made_for = tuple(found.get("beside", ())), dict(found["made_for"])
         self._outcomes = {
             peer: (number, RoundResult.from_json(result)) for peer, number, result in found["outcomes"]
         }
@@ -217,7 +210,9 @@ class AsynchronousState(RunState):
         if event["round"] == 0:
             super()._closed(event)
             return
-        self.closing, self.weight = tuple(event["peers"]), event["weight"]
+        self.closing = tuple(event["peers"])
+        index = self.uploaded[self.closing[0]]
+        self.beside = tuple(sorted({member.index for member in self.members.values()} - {index}))
 
     def _committed(self, event: Event) -> None:
         closing = self.closing or ()

@@ -15,6 +15,7 @@ from megatron_ext.outer.penalty_config import PenaltyConfig
 from megatron_ext.outer.places import Where
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.spes import MergeConfig
+from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.durations import LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol.limits import Limits
 from megatron_ext.sync_service.rounds.members import Policy
@@ -80,8 +81,8 @@ class RunConfig:
     once; the momentum is applied with the N-th. The number of peers unless given."""
 
     step_weights: bool = False
-    """Weight a contribution by its peer's steps in the interval: among those of a synchronous round, or in relation to
-    the mean over all peers' last ones where rounds are asynchronous."""
+    """Weight a contribution by its peer's steps in the interval: among those of a synchronous round, or beside all
+    peers' last ones where rounds are asynchronous."""
 
     token_weights: bool = False
     """The same by tokens, which are steps times the samples of a step: `--seq-length` is the same for all peers."""
@@ -256,10 +257,10 @@ class RunConfig:
         )
 
     @property
-    def penalty(self) -> PenaltyConfig | None:
-        """What decides who counts in a round of several, and how much, as local SGD calls it; None for all alike."""
-        config = self._guards
-        return config if config.has_penalty or config.use_step_weight else None
+    def penalty(self) -> PenaltyConfig:
+        """What decides who counts in a round, and how much, as local SGD calls it."""
+        by_interval = self.step_weights or self.token_weights
+        return PenaltyConfig(**{name: getattr(self, name) for name in _PENALTY}, use_step_weight=by_interval)
 
     @property
     def limits(self) -> Limits:
@@ -267,9 +268,32 @@ class RunConfig:
         return Limits(**{name: getattr(self, name) for name in _LIMITS})
 
     @property
-    def _guards(self) -> PenaltyConfig:
-        by_interval = not self.is_asynchronous and (self.step_weights or self.token_weights)
-        return PenaltyConfig(**{name: getattr(self, name) for name in _PENALTY}, use_step_weight=by_interval)
+    def contributions_of_step(self) -> int | None:
+        """How many contributions make up one outer step where each comes alone; None where they meet."""
+        return (self.contributions_per_step or self.peers) if self.is_asynchronous else None
+
+    def judges(self, catalog: Catalog) -> bool:
+        """Return whether it has to be decided who counts in a round, and how much; otherwise all do alike.
+
+        Where contributions come one by one, that of one among several owners counts as one of as many as contribute.
+
+        Args:
+            catalog: the tensors.
+        """
+        penalty = self.penalty
+        is_shared_out = self.is_asynchronous and any(len(spec.owners) > 1 for spec in catalog)
+        return penalty.has_penalty or penalty.use_step_weight or is_shared_out
+
+    def merge_step(self, number: int) -> int:
+        """Return the steps of every peer after which a round is made that may merge experts; 0 for none.
+
+        Where contributions come one by one, such rounds are those in which all peers have made as many on average.
+
+        Args:
+            number: of the round.
+        """
+        times, rest = divmod(number, self.peers if self.is_asynchronous else 1)
+        return 0 if rest else times * (self.sync_steps or 0)
 
     def problems(self) -> list[str]:
         """Return the problems of the values, one sentence each."""
@@ -296,8 +320,8 @@ class RunConfig:
             if not allowed:
                 found.append(f"{name} is {getattr(self, name)}; {rule}")
         found += _as_fields(outer_optimizer_problems(self.outer, self.place), OuterOptimizerConfig, _OUTER)
-        found += _as_fields(self._guards.penalty_problems(self.peers), PenaltyConfig, _PENALTY)
-        reducing = self.reducing.type_problems() or self.reducing.problems(self._guards, self.place)
+        found += _as_fields(self.penalty.penalty_problems(self.peers), PenaltyConfig, _PENALTY)
+        reducing = self.reducing.type_problems() or self.reducing.problems(self.penalty, self.place)
         found += _as_fields(reducing, GTAConfig, _REDUCER)
         found += self._weight_problems()
         found += self._merge_problems()
@@ -312,10 +336,6 @@ class RunConfig:
         found = [
             f"{name} has no meaning with asynchronous rounds, which wait for nobody; drop it"
             for name in self._given("quorum", "grace_seconds")
-        ]
-        found += [
-            f"{name} cannot be combined with asynchronous rounds, in which no two contributions meet; drop it"
-            for name in self._given("merge_interval", *_PENALTY)
         ]
         if self.outer_optimizer == "sgd" and not self.outer_optimizer_nesterov:
             found.append(

@@ -29,21 +29,14 @@ def check_alone(run: RunConfig, config: Mapping[str, str], catalog: Catalog) -> 
         catalog: the tensors.
 
     Raises:
-        Refusal: the codec is unknown here, or of another package than at the peer, there are owners where there must be
-            none, an owner is none of the peers, the steps between two rounds are not the run's, there are no experts to
-            merge, the tensors are beyond the run's limits, or a field has no end.
+        Refusal: the codec is unknown here, or of another package than at the peer, an owner is none of the peers, the
+            steps between two rounds are not the run's, there are no experts to merge, the tensors are beyond the run's
+            limits, or a field has no end.
     """
     _check_fields(config)
     run.limits.check_catalog(catalog)
     _check_codec(run, config.get("codec", ""), config.get(CODEC_PACKAGE, ""))
     for spec in catalog:
-        if spec.owners and run.is_asynchronous:
-            raise Refusal(
-                "invalid",
-                f"tensor {spec.name!r} has owners, and the run asynchronous rounds, which cannot be combined yet; let "
-                "all peers train everything, and no biases of routers (--moe-router-enable-expert-bias), or use "
-                "synchronous rounds",
-            )
         if spec.owners and spec.owners[-1] >= run.peers:
             raise Refusal(
                 "invalid", f"tensor {spec.name!r} has the owner {spec.owners[-1]}; there are {run.peers} peers"

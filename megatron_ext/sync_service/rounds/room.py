@@ -12,7 +12,7 @@ from megatron_ext.sync_service.protocol.frames import codec_of
 from megatron_ext.sync_service.protocol.limits import gib
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.config import RunConfig
-from megatron_ext.sync_service.values.tensor_round import Alone, TensorRound
+from megatron_ext.sync_service.values.tensor_round import TensorRound
 from megatron_ext.sync_service.values.updates import kept_as
 
 __all__ = ["bytes_of_round", "check_room"]
@@ -58,8 +58,10 @@ def _fewest_uploads(config: RunConfig, spec: TensorSpec) -> int:
 
 def _snapshot_bytes(config: RunConfig, catalog: Catalog, codec: str) -> int:
     """Return the bytes of a snapshot's values and of the states that belong to them."""
-    alone = Alone(weight=1.0, per_step=1) if config.is_asynchronous else None
-    tensors = TensorRound(config.outer, codec=codec, before=None, outer_scalars={}, alone=alone, merged=frozenset())
+    per_step = config.contributions_of_step
+    tensors = TensorRound(
+        config.outer, codec=codec, before=None, outer_scalars={}, per_step=per_step, merged=frozenset()
+    )
     stepped = _numel(spec for spec in catalog if not spec.owners)
     total = catalog.nbytes + 4 * len(tensors.states) * stepped
     if codec != "fp32":

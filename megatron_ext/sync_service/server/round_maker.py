@@ -22,7 +22,7 @@ from megatron_ext.sync_service.shards.shard import RoundJob, Uploader
 from megatron_ext.sync_service.shards.shards import Shards
 from megatron_ext.sync_service.values.decision import Decision, decide, untouched
 from megatron_ext.sync_service.values.failpoints import Failpoints
-from megatron_ext.sync_service.values.reduction import Alone, DamagedContribution, Made
+from megatron_ext.sync_service.values.reduction import DamagedContribution, Made
 
 __all__ = ["RoundMaker"]
 
@@ -172,13 +172,12 @@ class RoundMaker:
                 for peer in state.closing or ()
             ),
             outer_scalars=dict(state.outer_scalars),
-            alone=self._alone(state.open_round),
             record_bytes=self._store.record_bytes,
         )
 
     def _decide(self, job: RoundJob) -> Decision | None:
         """Return who counts in a round; None when the start is refused."""
-        store = self._store
+        store, state = self._store, self._store.state
         guards = store.guards()
         decision = decide(
             store.catalog,
@@ -188,6 +187,7 @@ class RoundMaker:
             max_norm=self._config.max_norm,
             is_start=job.number == 0,
             work=self._work_of(job),
+            beside=state.beside if isinstance(state, AsynchronousState) else None,
         )
         if job.number == 0 and decision.rejected:
             ((peer, problem),) = decision.rejected.items()
@@ -198,7 +198,7 @@ class RoundMaker:
             return None
         if guards is not None and guards.clips and job.number > 0:
             squares = self._shards.common_squares(job, decision)
-            decision.coefficients = {key: guards.coefficient(square) for key, square in squares.items()}
+            decision.clip(guards, squares)
         return decision
 
     def _work_of(self, job: RoundJob) -> dict[int, int]:
@@ -208,24 +208,18 @@ class RoundMaker:
             said = {uploader.index: state.work(uploader.peer) for uploader in job.uploaders}
         return {index: work for index, work in said.items() if work is not None}
 
-    def _came(self, number: int) -> dict[str, float]:
-        """Return the verdict that a round of this contribution alone gives."""
+    def _came(self, number: int, decision: Decision) -> dict[str, float]:
+        """Return what is told of a contribution that is a round by itself."""
         state = self._store.state
         if number == 0 or not isinstance(state, AsynchronousState) or not state.closing:
             return {}
-        return {"made_for": state.made_for(state.closing[0]), "weight": state.weight}
-
-    def _alone(self, number: int) -> Alone | None:
-        state = self._store.state
-        if number == 0 or not isinstance(state, AsynchronousState):
-            return None
-        return Alone(weight=state.weight, per_step=self._config.contributions_per_step or self._config.peers)
+        return {"made_for": state.made_for(state.closing[0]), "weight": decision.weight}
 
     def _committed(self, job: RoundJob, decision: Decision, made: Made, seconds: float) -> Event:
         """Return the event that commits a round."""
         number, merge = job.number, self._store.shard.merge(job.number)
         counted = [(uploader.peer, uploader.index) for uploader in job.uploaders]
-        kept = [] if number == 0 or job.alone is not None else untouched(self._store.catalog, counted, decision, merge)
+        kept = [] if number == 0 else untouched(self._store.catalog, counted, decision, merge)
         return {
             "event": "committed",
             "round": number,
@@ -237,7 +231,7 @@ class RoundMaker:
             **({"lasting": decision.lasting} if decision.lasting else {}),
             **({"merged": merge.alpha} if merge is not None else {}),
             **({"kept": kept} if kept else {}),
-            **self._came(number),
+            **self._came(number, decision),
             "norms": {peer: norm for peer, norm in decision.norms.items() if math.isfinite(norm)},
             "bytes": decision.nbytes,
             "outer_scalars": made.outer_scalars,

@@ -195,16 +195,17 @@ class RunStore:
         return (0,) * len(self.catalog) if self.state.sharding is None else tuple(self.state.sharding["of"])
 
     def guards(self) -> Guards | None:
-        """Return what decides over the peers of the open round, with what was learned so far; None without guards.
+        """Return what decides over the peers of the open round, with what was learned so far; None for all alike.
 
         Raises:
             UserError: it was learned with another configuration.
         """
-        if self._config.penalty is None or self._catalog is None:
+        if self._catalog is None or not self._config.judges(self._catalog):
             return None
         newest = self.shard.snapshots.get(self.state.open_round - 1)
         state = None if newest is None else newest.metadata.get("guards")
-        return Guards(self._config.penalty, self._catalog, self._config.peers, state)
+        config = self._config
+        return Guards(config.penalty, self._catalog, config.peers, state, one_by_one=config.is_asynchronous)
 
     def record(self, event: Event) -> None:
         """Let an event happen: on the disk first, then here.

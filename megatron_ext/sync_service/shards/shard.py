@@ -31,7 +31,7 @@ from megatron_ext.sync_service.values.failpoints import Failpoints
 from megatron_ext.sync_service.values.guards import Judged
 from megatron_ext.sync_service.values.merge import Merge
 from megatron_ext.sync_service.values.open_values import OpenValues
-from megatron_ext.sync_service.values.reduction import Alone, Contributor, DamagedContribution, Made, Reduction
+from megatron_ext.sync_service.values.reduction import Contributor, DamagedContribution, Made, Reduction
 from megatron_ext.sync_service.values.spool import Spool
 
 __all__ = ["RoundJob", "Shard", "Uploader"]
@@ -65,9 +65,6 @@ class RoundJob:
 
     outer_scalars: dict[str, float]
     """Of the last round."""
-
-    alone: Alone | None = None
-    """Given where the round is one contribution's alone."""
 
     record_bytes: int = 0
     """About how long the record in the snapshot will be; no other shard has one."""
@@ -221,7 +218,7 @@ class Shard:
             OSError: the values cannot be written.
         """
         self._take_attempt()
-        is_judged = self._config.penalty is not None or self._config.max_norm is not None
+        is_judged = self._config.judges(self.catalog) or self._config.max_norm is not None
         if is_judged and job.number > 0:
             return self._made(job, lambda reduction, contributors: reduction.measure(contributors))
         path = self.snapshot_path(job.number)
@@ -295,7 +292,7 @@ class Shard:
 
     def merge(self, number: int) -> Merge | None:
         """Return what a round merges, None for nothing."""
-        return Merge.of_round(self._config.merging, self.catalog, number * (self._config.sync_steps or 0))
+        return Merge.of_round(self._config.merging, self.catalog, self._config.merge_step(number))
 
     def _made(self, job: RoundJob, work: Callable[[Reduction, list[Contributor]], _T]) -> _T:
         reduction = Reduction(
@@ -307,7 +304,7 @@ class Shard:
             before=self.snapshots[job.number - 1] if job.number > 0 else None,
             outer_scalars=job.outer_scalars,
             failpoints=self._failpoints,
-            alone=job.alone,
+            per_step=self._config.contributions_of_step if job.number > 0 else None,
             merge=self.merge(job.number),
             spares=self._spares,
             record_bytes=job.record_bytes,

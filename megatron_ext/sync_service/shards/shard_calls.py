@@ -162,8 +162,8 @@ def check_work(call: str, work: Work, config: RunConfig, catalog: Catalog) -> De
     if max(indices, default=0) >= config.peers:
         raise Malformed(f"{call}.job.uploaders has index {max(indices)}; there are {config.peers} peers")
     is_alone = config.is_asynchronous and job.number > 0
-    if is_alone != (job.alone is not None):
-        raise Malformed(f"{call}.job.alone is {'missing' if is_alone else 'given'}; rounds are {config.rounds}")
+    if is_alone and len(indices) != 1:
+        raise Malformed(f"{call}.job.uploaders has {len(indices)}; asynchronous rounds are of one each")
     for uploader in job.uploaders:
         if uploader.made_for > job.number or (uploader.made_for != job.number and not is_alone):
             raise Malformed(f"{call}.job.uploaders has one made for round {uploader.made_for}, not {job.number}")

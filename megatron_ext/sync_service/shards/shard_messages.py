@@ -21,7 +21,7 @@ from megatron_ext.sync_service.shards.shard import RoundJob, Uploader
 from megatron_ext.sync_service.shards.shard_calls import LARGEST_INDEX, Followed, Seal, Sealed, Setting, Word, Work
 from megatron_ext.sync_service.values.decision import Decision, Measured
 from megatron_ext.sync_service.values.guards import Judged
-from megatron_ext.sync_service.values.reduction import Alone, DamagedContribution, Made
+from megatron_ext.sync_service.values.reduction import DamagedContribution, Made
 
 __all__ = [
     "damaged_message",
@@ -251,7 +251,6 @@ def _job_message(job: RoundJob) -> Any:
         round=job.number,
         uploaders=[pb2.Uploader(**asdict(uploader)) for uploader in job.uploaders],
         outer_scalars=job.outer_scalars,
-        alone=None if job.alone is None else pb2.Alone(weight=job.alone.weight, per_step=job.alone.per_step),
     )
 
 
@@ -262,7 +261,6 @@ def _job(message: Any, where: str) -> RoundJob:
             _uploader(entry, f"{where}.uploaders[{place}]") for place, entry in enumerate(message.uploaders)
         ),
         outer_scalars=_scalars(message.outer_scalars, f"{where}.outer_scalars"),
-        alone=_alone(message.alone, f"{where}.alone") if message.HasField("alone") else None,
     )
 
 
@@ -271,13 +269,6 @@ def _uploader(message: Any, where: str) -> Uploader:
         peer=check_name(message.peer, f"{where}.peer"),
         index=check_count(message.index, f"{where}.index", most=LARGEST_INDEX),
         made_for=check_count(message.made_for, f"{where}.made_for"),
-    )
-
-
-def _alone(message: Any, where: str) -> Alone:
-    return Alone(
-        weight=check_number(message.weight, f"{where}.weight", least=0, most=LARGEST_INDEX + 1),
-        per_step=check_count(message.per_step, f"{where}.per_step", least=1),
     )
 
 
@@ -312,7 +303,7 @@ def _decision(message: Any, where: str) -> Decision:
     return Decision(
         rejected={check_name(peer, key): why for peer, why in message.rejected.items()},
         verdicts=verdicts,
-        coefficients=_by_judged(message.coefficients, f"{where}.coefficients", most=1),
+        coefficients=_by_judged(message.coefficients, f"{where}.coefficients", most=LARGEST_INDEX + 1),
     )
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.outer.penalty import Verdict
@@ -53,13 +53,28 @@ class Decision:
     """Which indices count in what is judged as one, and with which weights; None for everybody who is not rejected."""
 
     coefficients: dict[Judged, float] = field(default_factory=dict)
-    """By what to multiply common pseudo-gradients; 1 where there is none."""
+    """By what to multiply common pseudo-gradients; 1 where there is none. That of a contribution which comes alone is
+    its weight too, 0 where it is left out."""
+
+    weight: float = 1.0
+    """Of a contribution that comes alone: the mean over what is judged as one, before it is clipped."""
 
     learned: str | None = None
     """What the guards know now."""
 
     nbytes: int = 0
     """Bytes of the contributions on the disk."""
+
+    def clip(self, guards: Guards, squares: Mapping[Judged, float]) -> None:
+        """Let no common pseudo-gradient be longer than the guards allow.
+
+        Args:
+            guards: know the limit.
+            squares: their squared norms before they are multiplied by their coefficients.
+        """
+        for key, square in squares.items():
+            before = self.coefficients.get(key, 1.0)
+            self.coefficients[key] = before * guards.coefficient(before**2 * square)
 
     @property
     def is_plain(self) -> bool:
@@ -76,6 +91,7 @@ def decide(
     max_norm: float | None,
     is_start: bool,
     work: Mapping[int, int],
+    beside: Collection[int] | None = None,
 ) -> Decision:
     """Decide who counts.
 
@@ -87,6 +103,7 @@ def decide(
         max_norm: a contribution whose pseudo-gradient has a larger norm does not count.
         is_start: whether this is the common start: one peer's values, about which there is nothing else to decide.
         work: by index, by what a contribution is weighted; it counts as any other where nothing is said.
+        beside: indices of the peers whose last contributions stand beside the only one; None where they meet.
     """
     decision = Decision(nbytes=sum(found.nbytes for found in measured))
     sound: dict[int, dict[Judged, float]] = {}
@@ -101,8 +118,10 @@ def decide(
             continue
         sound[index] = found.squares
     if guards is not None and not is_start:
-        guards.decide(sound, work)
-        decision.verdicts, decision.learned = guards.verdicts, guards.state
+        guards.decide(sound, work, beside)
+        decision.verdicts, decision.learned = dict(guards.verdicts), guards.state
+        if beside is not None:
+            _count_alone(decision, contributors[0][1])
         lasting = guards.lasting()
         for peer, index in contributors:
             units = {} if peer in decision.rejected else _units_without(catalog, index, guards)
@@ -139,6 +158,18 @@ def untouched(
         if not counting:
             found.append(place)
     return found
+
+
+def _count_alone(decision: Decision, index: int) -> None:
+    """Let a contribution count by its weight among all, be it 0: it is one of those that make up an outer step."""
+    verdicts = decision.verdicts or {}
+    for key, verdict in verdicts.items():
+        _, is_owned = key
+        if not is_owned:
+            decision.coefficients[key] = verdict.relative_weight(index)
+            verdicts[key] = Verdict(accepted=(index,), weights=(1.0,))
+    weights = list(decision.coefficients.values())
+    decision.weight = math.fsum(weights) / len(weights) if weights else 1.0
 
 
 def _units_without(catalog: Catalog, index: int, guards: Guards) -> dict[str, str]:

@@ -3,13 +3,15 @@
 
 It is that of local SGD, with peers in the place of workers. What all peers train of a unit is judged by itself, and so
 is what only its owners train: a peer's experts say nothing about its share of the attention.
+
+A contribution that comes alone is judged as if the other peers had come with it, as they last did.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 
@@ -31,7 +33,9 @@ _DTYPES = {"float64": torch.float64, "int64": torch.int64}
 class Guards:
     """Decides over the peers of a round."""
 
-    def __init__(self, config: PenaltyConfig, catalog: Catalog, peers: int, state: str | None) -> None:
+    def __init__(
+        self, config: PenaltyConfig, catalog: Catalog, peers: int, state: str | None, *, one_by_one: bool = False
+    ) -> None:
         """Resume from what was learned.
 
         Args:
@@ -39,6 +43,7 @@ class Guards:
             catalog: the tensors.
             peers: number of places for peers.
             state: as the last round's `state` was; None without experience.
+            one_by_one: whether contributions come alone, so that those before are remembered.
 
         Raises:
             UserError: it was learned with another configuration.
@@ -49,8 +54,14 @@ class Guards:
         self._penalty = Penalty(config, workers=peers, units=len(self.judged))
         self._verdicts: dict[Judged, Verdict] = {}
         self._titles = {spec.judged_as: spec.judged_title for spec in catalog}
+        self._last = {
+            "last_norms": torch.zeros(peers, len(self.judged), dtype=torch.float64),
+            "last_work": torch.zeros(peers, dtype=torch.int64),
+        }
+        self._one_by_one = one_by_one
         if state is not None:
             learned = _decoded(state)
+            self._last |= {name: learned.pop(name) for name in self._last if name in learned}
             if "window" in learned and config.skip_anomaly and len(learned["window"]) != config.ewma_warmup_steps:
                 raise UserError(
                     f"ewma_warmup_steps is {config.ewma_warmup_steps}, but the run's detector has learned with "
@@ -58,18 +69,32 @@ class Guards:
                 )
             self._penalty.load({"detector": learned} if learned else {})
 
-    def decide(self, squares: Mapping[int, Mapping[Judged, float]], work: Mapping[int, int]) -> None:
+    def decide(
+        self,
+        squares: Mapping[int, Mapping[Judged, float]],
+        work: Mapping[int, int],
+        beside: Collection[int] | None = None,
+    ) -> None:
         """Decide over a round, and learn from it.
 
         Args:
             squares: by index of the peers whose contributions are sound, the squared norms of their pseudo-gradients.
             work: by index, by what a contribution is weighted where the configuration asks for that; 1 unless given.
+            beside: indices of the peers whose last contributions stand beside these; None where all meet.
         """
         norms = torch.zeros(self._peers, len(self.judged), dtype=torch.float64)
         for index, by_judged in squares.items():
             norms[index] = torch.tensor([by_judged.get(key, 0.0) for key in self.judged], dtype=torch.float64).sqrt()
         done = [work.get(index, 1) if index in squares else 0 for index in range(self._peers)]
-        decided = self._penalty.decide(norms, done)
+        fresh = None
+        if beside is not None:
+            last_norms, last_work = self._last.values()
+            for index in set(beside) - squares.keys():
+                norms[index], done[index] = last_norms[index], int(last_work[index])
+            fresh = squares.keys()
+            for index in fresh:
+                last_norms[index], last_work[index] = norms[index], done[index]
+        decided = self._penalty.decide(norms, done, fresh)
         self._verdicts = dict(zip(self.judged, decided, strict=True))
 
     @property
@@ -114,7 +139,8 @@ class Guards:
     @property
     def state(self) -> str:
         """What was learned, for the snapshot."""
-        return _encoded(self._penalty.state().get("detector", {}))
+        last = self._last if self._one_by_one else {}
+        return _encoded({**self._penalty.state().get("detector", {}), **last})
 
 
 def _encoded(state: Mapping[str, torch.Tensor]) -> str:

@@ -33,7 +33,6 @@ from megatron_ext.sync_service.values.merge import Merge
 from megatron_ext.sync_service.values.sources import Contributor, DamagedContribution
 from megatron_ext.sync_service.values.tensor_round import (
     LARGEST_NORM,
-    Alone,
     TensorMade,
     TensorRound,
     UnusableContribution,
@@ -41,7 +40,7 @@ from megatron_ext.sync_service.values.tensor_round import (
 )
 from megatron_ext.sync_service.values.updates import EXACT, UPDATE, kept_as
 
-__all__ = ["LARGEST_NORM", "Alone", "Contributor", "DamagedContribution", "Made", "Reduction"]
+__all__ = ["LARGEST_NORM", "Contributor", "DamagedContribution", "Made", "Reduction"]
 
 _MOST_THREADS = 4
 """Which make tensors at a time. More would wait for memory and disk."""
@@ -79,7 +78,7 @@ class Reduction:
         outer_scalars: Mapping[str, float],
         failpoints: Failpoints,
         merge: Merge | None = None,
-        alone: Alone | None = None,
+        per_step: int | None = None,
         spares: SpareFiles | None = None,
         record_bytes: int = 0,
         number: int = 0,
@@ -96,7 +95,8 @@ class Reduction:
             outer_scalars: of the last round.
             failpoints: where to die in tests.
             merge: what is done to the experts at the end; None for nothing.
-            alone: given where the round is one contribution's alone, which is a pseudo-gradient with any codec.
+            per_step: how many contributions make up one outer step, given where the round is one contribution's alone,
+                which is a pseudo-gradient with any codec.
             spares: has a file for the snapshot to be written over, perhaps.
             record_bytes: about how long the record in the snapshot will be.
             number: of the round, for what of the outer optimizer changes from round to round.
@@ -104,7 +104,7 @@ class Reduction:
         self._spares = spares
         self._record_bytes = record_bytes
         self._catalog = catalog
-        self._alone = alone
+        self._per_step = per_step
         self._codec = result_codec or codec
         self._before = before
         self._scalars = dict(outer_scalars)
@@ -118,7 +118,7 @@ class Reduction:
             reducing=reducing,
             before=before,
             outer_scalars=outer_scalars,
-            alone=alone,
+            per_step=per_step,
             merged=self._merged,
             number=number,
         )
@@ -232,7 +232,8 @@ class Reduction:
         as_uploaded: dict[str, str] = {}
 
         def make(spec: TensorSpec) -> tuple[TensorMade, Verdict]:
-            verdict, coefficient = self._verdict(spec, contributors, decision), self._coefficient(spec, decision)
+            verdict = self._verdict(spec, contributors, decision)
+            coefficient = self._coefficient(spec, contributors, decision)
             measures = squares is not None
             return self._tensors.make(writer, spec, contributors, verdict, coefficient, measures=measures), verdict
 
@@ -241,8 +242,8 @@ class Reduction:
                 for place, square in made.squares.items():
                     assert squares is not None
                     _add(squares[place], spec, square)
-                has_owner = self._before is not None and spec.owners and spec.name not in self._merged
-                if has_owner and made.is_coded and len(verdict.accepted) == 1:
+                is_taken = self._before is not None and self._per_step is None and spec.owners
+                if is_taken and spec.name not in self._merged and made.is_coded and len(verdict.accepted) == 1:
                     as_uploaded[spec.name] = contributors[verdict.accepted[0]].peer
                 scalars = scalars if made.scalars is None else made.scalars
                 sums[spec.name] = made.sums
@@ -275,10 +276,16 @@ class Reduction:
         room = self._record_bytes
         return SnapshotWriter(path, self._catalog, states, metadata, of_all, spares=self._spares, record_bytes=room)
 
-    def _coefficient(self, spec: TensorSpec, decision: Decision) -> float:
-        if self._alone is not None:
-            return self._alone.weight
-        return decision.coefficients.get(spec.judged_as, 1.0)
+    def _coefficient(self, spec: TensorSpec, contributors: list[Contributor], decision: Decision) -> float:
+        if not spec.owners:
+            return decision.coefficients.get(spec.judged_as, 1.0)
+        if self._per_step is None or decision.verdicts is None:
+            return 1.0
+        # A part of the mean with what the other owners have contributed last.
+        (contributor,) = contributors
+        among = decision.verdicts[spec.judged_as].among(spec.owners)
+        weights = dict(zip(among.accepted, among.weights, strict=True))
+        return weights.get(contributor.index, 0.0) / sum(weights.values()) if weights else 1.0
 
     def _sums_of(self, writer: SnapshotWriter, spec: TensorSpec) -> tuple[int, int]:
         """Return the digest's sums of a tensor as it was written."""

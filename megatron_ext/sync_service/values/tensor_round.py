@@ -28,7 +28,7 @@ from megatron_ext.sync_service.values.reused_memory import ReusedMemory
 from megatron_ext.sync_service.values.sources import Contributor, Sources
 from megatron_ext.sync_service.values.updates import EXACT, RESIDUAL, UPDATE, full, publish, publish_exactly
 
-__all__ = ["LARGEST_NORM", "Alone", "TensorMade", "TensorRound", "UnusableContribution", "square_of"]
+__all__ = ["LARGEST_NORM", "TensorMade", "TensorRound", "UnusableContribution", "square_of"]
 
 LARGEST_NORM = 1e15
 """Of a tensor's pseudo-gradient: more is unusable, though finite. Sums, momentum and the squares that Adam keeps of
@@ -40,17 +40,6 @@ _LARGE_ELEMENTS = 1 << 20
 
 _SQUARED_ELEMENTS = 1 << 16
 """Of which the sum of squares is taken at a time."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Alone:
-    """How a contribution counts that does not wait for others."""
-
-    weight: float
-    """Of its pseudo-gradient; 1 where all peers make as many steps."""
-
-    per_step: int
-    """How many contributions make up one outer step; each counts one part of it."""
 
 
 class UnusableContribution(Exception):
@@ -90,7 +79,7 @@ class TensorRound:
         reducing: GTAConfig | None = None,
         before: Snapshot | None,
         outer_scalars: Mapping[str, float],
-        alone: Alone | None,
+        per_step: int | None,
         merged: frozenset[str],
         number: int = 0,
     ) -> None:
@@ -103,14 +92,15 @@ class TensorRound:
             reducing: how pseudo-gradients become one; their weighted mean unless given.
             before: the last round; None at the start, which has no pseudo-gradients.
             outer_scalars: of the last round.
-            alone: given where the round is one contribution's alone, which is a pseudo-gradient with any codec.
+            per_step: how many contributions make up one outer step, given where the round is one contribution's alone,
+                which is a pseudo-gradient with any codec.
             merged: names of what is merged afterwards.
             number: of the round; at the start, 0, there is no outer step.
         """
         self.is_exact = codec == "fp32" or before is None
         self._config = optimizer
         self._options = optimizer.options_of_round(number)
-        self._alone = alone
+        self._per_step = per_step
         self._codec = result_codec or codec
         reducing = GTAConfig() if reducing is None else reducing
         self._averages = averages_values(optimizer, reducing)
@@ -126,7 +116,7 @@ class TensorRound:
         tried.step(0, slice(0, 2), torch.ones(2))
         self.states = sorted(tried.tensor_state())
         self._is_fresh = bool(tried.scalar_state()) and not self._scalars
-        absolute = before is None or (codec == "fp32" and alone is None)
+        absolute = before is None or (codec == "fp32" and per_step is None)
         by_blocks = tried.elementwise and self._sparsifier is None  # which looks at a tensor as a whole
         self.sources = Sources(codec, before, absolute=absolute, by_blocks=by_blocks)
 
@@ -147,7 +137,8 @@ class TensorRound:
             spec: the tensor.
             contributors: in the order of their indices.
             verdict: which of them count, by their place, and with which weights.
-            coefficient: what the common pseudo-gradient is multiplied by.
+            coefficient: what the common pseudo-gradient is multiplied by; of what has owners, that of a contribution
+                which comes alone.
             measures: whether to measure the pseudo-gradients of all that train the tensor.
 
         Raises:
@@ -213,7 +204,7 @@ class TensorRound:
                 assert total is not None
                 values = total
             elif spec.owners:
-                values, kept = self._of_owners(spec, anchor, total, takes_values)
+                values, kept = self._of_owners(spec, anchor, total, takes_values, coefficient)
             else:
                 before = {
                     name: found.read(*at, out=self._memory(f"state {name}", at[1])) for name, found in readers.items()
@@ -277,6 +268,8 @@ class TensorRound:
         """Return whether a tensor's new values are the mean of the values that were uploaded."""
         if self._before is None:
             return True
+        if self._per_step is not None:
+            return False
         if spec.owners:
             # What is to be merged, or a mean for whose rest there is no place, is sent as it is.
             return self.sources.absolute or spec.name in self._merged or len(verdict.accepted) > 1
@@ -284,9 +277,11 @@ class TensorRound:
         return self.sources.absolute and self._averages
 
     def _of_owners(
-        self, spec: TensorSpec, anchor: torch.Tensor, total: torch.Tensor | None, takes_values: bool
+        self, spec: TensorSpec, anchor: torch.Tensor, total: torch.Tensor | None, takes_values: bool, coefficient: float
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return what peers hold of a tensor with owners after what these have sent, and the update."""
+        if self._per_step is not None:
+            return self._of_one_owner(spec, anchor, total, coefficient)
         if self.sources.absolute:
             return anchor if total is None else total, {}
         if takes_values:
@@ -296,6 +291,20 @@ class TensorRound:
             published = publish_exactly(self._codec, anchor, torch.zeros_like(anchor))
         else:
             published = publish_exactly(self._codec, anchor, total.neg_())
+        return published.values, {UPDATE: published.update}
+
+    def _of_one_owner(
+        self, spec: TensorSpec, anchor: torch.Tensor, total: torch.Tensor | None, coefficient: float
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the same where contributions come one by one, of which one counts a part beside other owners'."""
+        step = torch.zeros_like(anchor) if total is None else total.mul_(-coefficient)
+        if self.is_exact:
+            return anchor + step, {}
+        # A part of what was coded cannot be coded again without loss, and a merge makes something else of it.
+        if spec.name in self._merged or (total is not None and coefficient != 1):
+            published = full(self._codec, anchor + step)
+        else:
+            published = publish_exactly(self._codec, anchor, step)
         return published.values, {UPDATE: published.update}
 
     def _stepped(
@@ -352,12 +361,12 @@ class TensorRound:
         return reducer(terms if reducer.streams else [term.clone() for term in terms], verdict.weights)
 
     def _optimizer(self, anchors: list[torch.Tensor]) -> OuterOptimizer:
-        if self._alone is None:
+        if self._per_step is None:
             made = build_outer_optimizer(self._config, anchors)
             if self._options:
                 made.change(self._options)
             return made
-        return self._config.kind.of_contributions(anchors, count=self._alone.per_step, **self._config.arguments)
+        return self._config.kind.of_contributions(anchors, count=self._per_step, **self._config.arguments)
 
 
 def _require_finite(spec: TensorSpec, values: torch.Tensor) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from megatron_ext.errors import UserError
-from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from tests.support.waiting import until
 from tests.sync_service.rounds.asynchronous_runs import ASYNC, begin
 from tests.sync_service.service import Service
@@ -175,12 +174,6 @@ def test_what_does_not_fit_asynchronous_rounds_is_refused(make_service: MakeServ
     service = make_service(peers=2, step_weights=True, **ASYNC)
     service.start()
     start = {"w": torch.zeros(4)}
-    owned = Catalog([TensorSpec(name="w", shape=(4,), owners=(0,))])
-    with (
-        service.client("p0", owned) as client,
-        pytest.raises(UserError, match="tensor 'w' has owners, and the run asyn"),
-    ):
-        client.register()
     with service.client("p0", start, agreed={"--sync-service-interval": "4"}) as client:
         values = client.start(start)
         with pytest.raises(UserError, match="step_weights of the run needs the steps of the interval"):

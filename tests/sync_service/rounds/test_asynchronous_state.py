@@ -97,7 +97,7 @@ def test_whatever_happens_contributions_count_once_in_their_order_and_a_replay_a
             elif verb == "make" and state.seconds_until_close(0.0) == 0:
                 event = machine.make()
                 used.append((event["peers"][0], event["made_for"] - 1))
-                assert event["weight"] > 0
+                assert len(state.beside) == len(state.members.keys() - set(event["peers"]))
                 assert limit is None or event["made_for"] <= event["round"]
         except Refusal:
             continue
@@ -112,18 +112,19 @@ def test_whatever_happens_contributions_count_once_in_their_order_and_a_replay_a
     assert vars(again) == vars(machine.state)
 
 
-def test_peers_count_by_their_steps_in_relation_to_all():
-    machine = Machine(weighs_steps=True).started("a", "b")
-    weights = []
-    for name, steps in (("a", 30), ("b", 10), ("a", 30), ("b", 50)):
-        machine.upload(name, steps)
-        weights.append(machine.make()["weight"])
-        machine.base[name] = machine.state.open_round - 1
-    # The publisher's start was the first that a has said.
-    assert weights == [1.0, 0.5, 1.5, 50 * 2 / 80]
-    machine.record({"event": "left", "peer": "b"})
-    machine.upload("a", 20)
-    assert machine.make()["weight"] == 1.0
+def test_the_other_members_stand_beside_a_contribution_also_when_they_leave_while_it_is_used():
+    machine = Machine().started("a", "b", "c")
+    machine.upload("b")
+    machine.make(commit=False)
+    machine.record({"event": "left", "peer": "c"})
+    assert machine.state.beside == (0, 2)
+    again = AsynchronousState(machine.policy)
+    again.apply({"event": "recovered", "state": json.loads(json.dumps(machine.state.as_json()))})
+    assert again.beside == (0, 2)
+    machine.commit()
+    machine.upload("a")
+    machine.make()
+    assert machine.state.beside == (1,)
 
 
 def test_a_contribution_that_is_too_old_is_said_so_once():

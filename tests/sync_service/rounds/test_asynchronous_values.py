@@ -46,7 +46,7 @@ def expected(turns: str, *, per_step: int, lr: float, momentum: float, weighted:
         index = int(turn)
         base = rounds[bases[index]]
         known[index] = 10 * (1 + index)
-        weight = known[index] * len(known) / sum(known.values()) if weighted else 1.0
+        weight = known[index] / sum(known.values()) * len(known) if weighted else 1.0
         after = trained(base, index, bases[index] + 1)
         for name in SHAPES:
             gradient = (base[name] - after[name]).view(-1)

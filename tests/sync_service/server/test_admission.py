@@ -414,7 +414,7 @@ def rewrite_protocol(service: Service, protocol: int | None) -> None:
     path.write_bytes(head + told + content[end:])
 
 
-@pytest.mark.parametrize(("protocol", "said"), [(None, "an earlier one"), (2, "2"), (PROTOCOL_VERSION + 1, "6")])
+@pytest.mark.parametrize(("protocol", "said"), [(None, "an earlier one"), (2, "2"), (PROTOCOL_VERSION + 1, "7")])
 def test_a_run_of_a_release_with_other_digests_is_refused(make_service: MakeService, protocol: int | None, said: str):
     service = begun_and_stopped(make_service, 1)
     rewrite_protocol(service, protocol)

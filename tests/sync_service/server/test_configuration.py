@@ -111,12 +111,8 @@ def test_what_runs_have_in_common_may_be_written_once(tmp_path: Path):
         ("runs: {r: {peers: 2, max_staleness: -1, rounds: asynchronous}}", "run r: max_staleness is -1; it must be 0"),
         ("runs: {r: {peers: 2, rounds: asynchronous, quorum: 1}}", "run r: quorum has no meaning with asynchronous r"),
         (
-            "runs: {r: {peers: 2, rounds: asynchronous, sync_steps: 1, merge_interval: 5}}",
-            "run r: merge_interval cannot be combined with asynchronous rounds, in which no two",
-        ),
-        (
-            "runs: {r: {peers: 2, rounds: asynchronous, skip_anomaly: true}}",
-            "run r: skip_anomaly cannot be combined with asynchronous rounds, in which no two",
+            "runs: {r: {peers: 2, rounds: asynchronous, skip_anomaly: true, ewma_relative: true}}",
+            "run r: ewma_relative needs at least 3 workers: of two that differ",
         ),
         (
             "runs: {r: {peers: 2, rounds: asynchronous, outer_optimizer: sgd, outer_optimizer_nesterov: false}}",

@@ -25,7 +25,7 @@ from megatron_ext.sync_service.shards.shard_messages import (
     work_message,
 )
 from megatron_ext.sync_service.values.decision import Decision, Measured
-from megatron_ext.sync_service.values.reduction import Alone, DamagedContribution, Made
+from megatron_ext.sync_service.values.reduction import DamagedContribution, Made
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.hostile import variants
 from tests.sync_service.other_server import Refused, serving
@@ -46,7 +46,6 @@ JOB = RoundJob(number=0, uploaders=(Uploader(peer="p", index=0, made_for=0),), o
 
 def requests(shard: Shard1) -> dict[str, Any]:
     """Return a good request of every call, some of which do not fit the state of the shard."""
-    alone = RoundJob(number=0, uploaders=JOB.uploaders, outer_scalars={}, alone=Alone(weight=1.0, per_step=2))
     return {
         "follow": word(
             ADDRESSES, shard.config, CATALOG, members={"p": "i"}, kept={"p": 0}, used={"p": 0}, last_round=9
@@ -54,7 +53,7 @@ def requests(shard: Shard1) -> dict[str, Any]:
         "seal": pb2.Seal(peer="p", instance="i", index=0, round=0),
         "measure": work_message(JOB, None),
         "common_squares": work_message(JOB, DECISION),
-        "write": work_message(alone, DECISION),
+        "write": work_message(JOB, DECISION),
     }
 
 
@@ -116,15 +115,13 @@ NOTHING = {"accepted": (0,), "weights": (0.0,)}
         ("write", {"decision": {"verdicts": {"verdicts": [TWICE]}}}, "verdicts[0].accepted has an index twice"),
         ("write", {"decision": {"verdicts": {"verdicts": [SHORT]}}}, "weights has 1 entries, and accepted 2"),
         ("write", {"decision": {"verdicts": {"verdicts": [NOTHING]}}}, "verdicts[0].weights are all nothing"),
-        ("write", {"decision": {"coefficients": [{"value": 2.0}]}}, "coefficients[0] is 2.0; it must be a finite"),
+        ("write", {"decision": {"coefficients": [{"value": 5e3}]}}, "coefficients[0] is 5000.0; it must be a finite"),
         ("write", {"job": {"outer_scalars": {"a": math.nan}}}, "write.job.outer_scalars.'a' is nan; it must be"),
     ],
 )
 def test_what_is_wrong_with_a_request_is_named(shard: Shard1, call: str, changes: dict[str, Any], problem: str):
     good = requests(shard)[call]
     shard.follow(members={"p": "i"})
-    if call == "write":
-        good.job.ClearField("alone")
     for field in changes:
         good.ClearField(field)
     good.MergeFrom(type(good)(**changes))
@@ -146,23 +143,22 @@ GOOD = RoundJob(number=0, uploaders=(uploader(),), outer_scalars={})
 
 
 @pytest.mark.parametrize(
-    ("uploaders", "decision", "alone", "problem"),
+    ("uploaders", "decision", "problem"),
     [
-        ((uploader(), uploader()), Decision(), None, "write.job.uploaders has a peer or an index twice"),
-        ((uploader(index=2),), Decision(), None, "write.job.uploaders has index 2; there are 2 peers"),
-        ((uploader(made_for=1),), Decision(), None, "write.job.uploaders has one made for round 1, not 0"),
-        ((), Decision(), None, "the start is one peer's, which counts; 0 have uploaded"),
-        ((uploader(),), Decision(rejected={"p": "no"}), None, "the start is one peer's, which counts"),
-        ((uploader(),), Decision(verdicts={}), None, "write.decision.verdicts has nothing of"),
-        ((uploader(),), Decision(), Alone(weight=1.0, per_step=1), "write.job.alone is given; rounds are synchronous"),
+        ((uploader(), uploader()), Decision(), "write.job.uploaders has a peer or an index twice"),
+        ((uploader(index=2),), Decision(), "write.job.uploaders has index 2; there are 2 peers"),
+        ((uploader(made_for=1),), Decision(), "write.job.uploaders has one made for round 1, not 0"),
+        ((), Decision(), "the start is one peer's, which counts; 0 have uploaded"),
+        ((uploader(),), Decision(rejected={"p": "no"}), "the start is one peer's, which counts"),
+        ((uploader(),), Decision(verdicts={}), "write.decision.verdicts has nothing of"),
     ],
 )
 def test_work_that_contradicts_itself_or_the_run_is_refused(
-    shard: Shard1, uploaders: tuple[Uploader, ...], decision: Decision, alone: Alone | None, problem: str
+    shard: Shard1, uploaders: tuple[Uploader, ...], decision: Decision, problem: str
 ):
     shard.follow(members={"p": "i"})
     shard.upload("p", "i")
-    job = RoundJob(number=0, uploaders=uploaders, outer_scalars={}, alone=alone)
+    job = RoundJob(number=0, uploaders=uploaders, outer_scalars={})
     with pytest.raises(Refusal, match=problem.replace("(", r"\(")):
         shard.run.answer(shard_request("write", work_message(job, decision)))
     assert shard.run.answer(shard_request("write", work_message(GOOD, Decision()))).write.plain_sum

@@ -36,7 +36,6 @@ from megatron_ext.sync_service.shards.shard_messages import read_followed, read_
 from megatron_ext.sync_service.shards.sharding import assign
 from megatron_ext.sync_service.values.decision import Decision
 from megatron_ext.sync_service.values.failpoints import Failpoints
-from megatron_ext.sync_service.values.reduction import Alone
 from tests.support.waiting import until
 from tests.sync_service.cluster import Cluster
 from tests.sync_service.service import Service
@@ -139,9 +138,9 @@ def test_other_servers_are_told_all_that_values_are_made_by():
     decision = Decision(
         rejected={"p1": "is non-finite"},
         verdicts={("layer.0", False): one, ("layer.0", True): other},
-        coefficients={("layer.0", False): 1 / 3},
+        coefficients={("layer.0", False): 1 / 3, ("layer.1", False): 2.5},
     )
-    job = RoundJob(number=3, uploaders=(), outer_scalars={"step": 1 / 3}, alone=Alone(weight=0.1, per_step=2))
+    job = RoundJob(number=3, uploaders=(), outer_scalars={"step": 1 / 3})
     assert read_work(work_message(job, decision), "write") == Work(job=job, decision=decision)
     assert read_work(work_message(job, None), "measure") == Work(job=job, decision=None)
 
@@ -286,9 +285,8 @@ def test_a_shard_takes_what_was_used_or_has_become_too_old_no_second_time(tmp_pa
     members = {"p": "a", "q": "b"}
 
     def make(number: int, peer: str, made_for: int, **told: Any) -> None:
-        alone = Alone(weight=1.0, per_step=2) if number else None
         uploaders = (Uploader(peer=peer, index=0, made_for=made_for),)
-        job = RoundJob(number=number, uploaders=uploaders, outer_scalars={}, alone=alone)
+        job = RoundJob(number=number, uploaders=uploaders, outer_scalars={})
         shard.run.answer(shard_request("write", work_message(job, Decision())))
         shard.follow(members=members, open_round=number + 1, **told)
 
