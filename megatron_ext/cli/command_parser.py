@@ -28,8 +28,11 @@ class CommandParser(argparse.ArgumentParser):
     """The outermost parser, once `join` was called on it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Make a parser as argparse does, to which a dash before a number is the number's sign."""
-        super().__init__(*args, **kwargs)
+        """Make a parser as argparse does, to which a dash before a number is the number's sign.
+
+        It takes no beginning of an option for the option: --peer, which is another command's, is not --peers.
+        """
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
         self._negative_number_matcher = _NEGATIVE
 
     def error(self, message: str) -> NoReturn:

@@ -40,6 +40,11 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
+def test_the_beginning_of_an_option_is_not_the_option(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["server", "start", "--dir", "d", "--peer", "3"], ["local-sgd", "report", "d", "--js"]):
+        assert "unrecognized arguments: " in refusal(words, capsys)
+
+
 def test_every_command_refuses_an_unknown_option_in_one_line_under_its_own_name(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

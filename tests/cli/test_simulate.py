@@ -70,7 +70,7 @@ def test_a_way_to_train_that_lacks_an_option_is_one_line_along_it(tmp_path: Path
     assert main([*LLAMA, "--sweep", "local-sgd-sync-interval=10,100", "--json", "--png", str(drawn)]) == 0
     rows = json.loads(capsys.readouterr().out)
     found = [(row["method"], row["local-sgd-sync-interval"]) for row in rows]
-    assert found == [("synchronous", None), ("local SGD", "10"), ("local SGD", "100")]
+    assert found == [("synchronous", None), ("local SGD", 10), ("local SGD", 100)]
     # What changes nothing at all is told for every value.
     assert main([*LLAMA, "--sweep", "seed=1,2", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == 4

@@ -56,7 +56,6 @@ def add_hot_switch(actions: Any) -> None:
         help="one job that switches between strategies",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     group = parser.add_argument_group("hot switching, as for a run")
     group.add_argument(

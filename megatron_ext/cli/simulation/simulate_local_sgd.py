@@ -66,7 +66,6 @@ def add_local_sgd(actions: Any) -> None:
         help="one job whose workers train apart",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_fields(parser.add_argument_group("workers, links, failures"), SimulatedFleet)
     add_fields(parser.add_argument_group("training"), SimulatedTraining)

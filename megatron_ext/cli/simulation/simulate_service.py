@@ -37,7 +37,6 @@ def add_sync_service(actions: Any) -> None:
         help="jobs that meet at a sync service",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     add_fields(parser.add_argument_group("peers, links, failures"), SimulatedPeers)
     add_fields(parser.add_argument_group("server"), SimulatedServer)

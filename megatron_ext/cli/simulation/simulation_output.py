@@ -152,12 +152,19 @@ def _sweep(parser: argparse.ArgumentParser, options: argparse.Namespace, simulat
     if options.csv is not None:
         write_csv(rows, options.csv)
     if options.png is not None:
-        told = (parser._option_string_actions[sweeps[0].flag].help or "").replace("%%", "%")
-        draw_sweep(rows, sweeps, options.png, re.split(r" \((?:default|needed)|\. ", told)[0])
-    if options.json:
-        print(json.dumps(rows, indent=2))
-        return 0
+        meaning = (parser._option_string_actions[sweeps[0].flag].help or "").replace("%%", "%")
+        draw_sweep(rows, sweeps, options.png, re.split(r" \((?:default|needed)|\. ", meaning)[0])
     swept_names = [sweep.flag.removeprefix("--") for sweep in sweeps]
+    if options.json:
+        numbers = {
+            (name, text): value
+            for name, (_, read) in zip(swept_names, parsed, strict=True)
+            for text, value in read.items()
+            if isinstance(value, int | float)
+        }
+        told = [{name: numbers.get((name, value), value) for name, value in row.items()} for row in rows]
+        print(json.dumps(told, indent=2))
+        return 0
     names = [*swept_names, "method", "utilisation", "tokens_per_second", "seconds"]
     shown = [names, *([_number(row[name]) for name in names] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
