@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,35 @@ class Verdict:
             return 0.0
         is_plain = not self.log_weights  # so that it is 1 to the last bit
         return 1.0 if is_plain else self.weights[self.accepted.index(worker)] * len(self.accepted)
+
+    def part_of(self, worker: int, workers: Collection[int]) -> float:
+        """Return which part of their mean among some workers is one's that counts.
+
+        Args:
+            worker: whose.
+            workers: of whom; those that do not count have none.
+        """
+        found = self.among(workers)
+        return found.weights[found.accepted.index(worker)] / math.fsum(found.weights)
+
+    def joined_by(self, workers: Collection[int]) -> Verdict:
+        """Return the verdict with further workers, each of which weighs as much as those that count do on average."""
+        count, more = len(self.accepted), len(workers)
+        if not (count and more):
+            return self
+        rest = count / (count + more)
+        order = sorted([*zip(self.accepted, range(count), strict=True), *((worker, count) for worker in workers)])
+        weights = [*(weight * rest for weight in self.weights), 1 / (count + more)]
+        logs = [*(log + math.log(rest) for log in self.log_weights), -math.log(count + more)]
+        norms = [*self.norms, math.fsum(self.norms) / count]
+        places = [place for _, place in order]
+        return replace(
+            self,
+            accepted=tuple(worker for worker, _ in order),
+            weights=tuple(weights[place] for place in places),
+            log_weights=tuple(logs[place] for place in places) if self.log_weights else (),
+            norms=tuple(norms[place] for place in places) if self.norms else (),
+        )
 
     def among(self, workers: Collection[int]) -> Verdict:
         """Return the verdict on what some workers alone have: its weights are relative to the largest of theirs.
@@ -98,7 +127,7 @@ class Penalty:
         return self._detector is not None
 
     def decide(
-        self, norms: torch.Tensor, steps: Sequence[int] | None = None, fresh: Collection[int] | None = None
+        self, norms: torch.Tensor, steps: Sequence[float] | None = None, fresh: Collection[int] | None = None
     ) -> list[Verdict]:
         """Decide over a round, and learn from what was accepted.
 
@@ -158,9 +187,9 @@ class Penalty:
             if scale > 0:
                 weights = torch.softmax(-norms[workers] / scale, dim=0)
                 log_weights = tuple(torch.log_softmax(-norms[workers] / scale, dim=0).tolist())
-        if self._config.use_step_weight:
+        ratio = self._config.step_weight_ratio if self._config.pseudo_gradnorm_reduce else 1.0
+        if self._config.use_step_weight and ratio > 0:
             by_steps = steps[workers] / steps[workers].sum()
-            ratio = self._config.step_weight_ratio if self._config.pseudo_gradnorm_reduce else 1.0
             weights = (1 - ratio) * weights + ratio * by_steps
             log_weights, means = tuple(weights.log().tolist()), ()
         return Verdict(

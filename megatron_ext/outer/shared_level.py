@@ -15,8 +15,11 @@ __all__ = ["SharedLevels"]
 
 _TENSORS = ("shared", "quiet", "recent")
 
+_OF_LAGGARDS = ("former", "behind")
+
 _MEMORY = 10
-"""Rounds running without a shared rejection after which those before count no longer."""
+"""Rounds running without a shared rejection after which those before count no longer; and rounds of a worker in which
+it may follow a level that others have reached before it."""
 
 _ALIKE = 2.0
 """How many times the rise of another worker that is rejected too may be exceeded by one that shares it; and where
@@ -38,6 +41,10 @@ class SharedLevels:
         self.shared = torch.zeros(workers, units, dtype=torch.int64)
         self.quiet = torch.zeros(workers, units, dtype=torch.int64)
         self.recent = torch.full((rounds, workers, units), torch.nan, dtype=torch.float64)
+        # Workers that come one by one reach a level one by one. Who has reached it is a measure for the others by how
+        # much higher it is: its norms may be smaller than theirs.
+        self.former = torch.full((workers, units), torch.nan, dtype=torch.float64)
+        self.behind = torch.full((workers, units), _MEMORY, dtype=torch.int64)
 
     def take(
         self,
@@ -60,7 +67,9 @@ class SharedLevels:
             means: fp64: the means that they were compared with.
         """
         rejected = rejected & present
-        shared = _shared(norms, rejected, present, limits, means) & fresh
+        follows = self.behind < _MEMORY
+        growth = torch.where(self.former.isnan(), 0.0, means / self.former)
+        shared = _shared(norms, rejected, present, rejected & fresh, limits, norms / means, growth, follows)
         # A norm that one worker has alone is not part of a level, also among rounds that are.
         usable = present & fresh & (shared | ~rejected)
         self.recent = torch.where(usable, torch.cat([self.recent[1:], norms[None]]), self.recent)
@@ -68,7 +77,16 @@ class SharedLevels:
         self.quiet = torch.where(shared, 0, self.quiet + (present & fresh))
         new = self.shared >= self.rounds
         self.shared[new | (self.quiet >= _MEMORY)] = 0
+        self._remember(new, means, present & fresh)
         return new
+
+    def _remember(self, new: torch.Tensor, means: torch.Tensor, came: torch.Tensor) -> None:
+        """Take note of who has reached a level, and from where, until all have or have had the time to."""
+        self.behind = torch.where(came, (self.behind + 1).clamp(max=_MEMORY), self.behind)
+        self.behind = torch.where(new.any(dim=0), 0, self.behind)
+        self.behind[new] = _MEMORY
+        self.former = torch.where(new, means, self.former)
+        self.former[:, (self.behind >= _MEMORY).all(dim=0)] = torch.nan
 
     def level(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return mean and unbiased variance of the latest norms, fp64, (workers, units); variance 0 of a single one."""
@@ -79,7 +97,8 @@ class SharedLevels:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint has to hold."""
-        return {name: getattr(self, name).clone() for name in _TENSORS}
+        names = _TENSORS if self.former.isnan().all() else (*_TENSORS, *_OF_LAGGARDS)
+        return {name: getattr(self, name).clone() for name in names}
 
     def load(self, state: dict[str, Any], workers: torch.Tensor) -> None:
         """Take over a saved state; without one, as earlier releases left none, restart counting.
@@ -95,18 +114,39 @@ class SharedLevels:
         self.quiet = saved["quiet"].index_select(0, workers).clone()
         recent = saved["recent"].index_select(1, workers)[-self.rounds :]
         self.recent[self.rounds - len(recent) :] = recent
+        if all(name in state for name in _OF_LAGGARDS):
+            for name in _OF_LAGGARDS:
+                setattr(self, name, torch.as_tensor(state[name]).index_select(0, workers).clone())
 
 
 def _shared(
-    norms: torch.Tensor, rejected: torch.Tensor, present: torch.Tensor, limits: torch.Tensor, means: torch.Tensor
+    norms: torch.Tensor,
+    rejected: torch.Tensor,
+    present: torch.Tensor,
+    asked: torch.Tensor,
+    limits: torch.Tensor,
+    rises: torch.Tensor,
+    growth: torch.Tensor,
+    follows: torch.Tensor,
 ) -> torch.Tensor:
-    """Return which rejected norms more than half of the workers that are present have, or would be accepted with."""
-    if not rejected.any():
-        return rejected
+    """Return which norms more than half of the workers that are present have, or would be accepted with.
+
+    Args:
+        norms: fp64, (workers, units), as all that follow are of this shape.
+        rejected: bool: which norms were too large.
+        present: bool: whose norms are a measure.
+        asked: bool: of which rejected norms this is asked.
+        limits: fp64: up to where norms of a worker are accepted; NaN without experience.
+        rises: fp64: the norms by the means that they were compared with.
+        growth: fp64: by how many times a worker's new level is the one before; 0 where there is none to follow.
+        follows: bool: whether a worker may follow the others' new levels.
+    """
+    shared = torch.zeros_like(asked)
     limits = torch.where(limits.isnan(), _ALIKE * norms, limits)
-    rises = norms / means
-    votes = torch.zeros_like(norms)
-    for other in range(len(norms)):
-        agrees = torch.where(rejected[other], rises <= _ALIKE * rises[other], norms <= limits[other])
-        votes += agrees & present[other]
-    return rejected & (2 * votes > present.sum(dim=0))
+    for worker in asked.any(dim=1).nonzero().view(-1).tolist():
+        rise = rises[worker]
+        # It would have been accepted, had its own level grown as much.
+        is_within = (norms[worker] <= limits) | (follows[worker] & (norms[worker] <= limits[worker] * growth))
+        agrees = torch.where(rejected, rise <= _ALIKE * rises, is_within)
+        shared[worker] = asked[worker] & (2 * (agrees & present).sum(dim=0) > present.sum(dim=0))
+    return shared

@@ -83,3 +83,53 @@ def test_a_rise_of_all_is_a_level_a_round_later_than_where_all_come_together():
     # When most have risen the others see it; the first ones have to wait for that.
     assert left_out(found)[11:17] == [[], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3], [0, 1], []]
     assert left_out(found)[17:] == [[]] * 13
+
+
+@pytest.mark.parametrize("scales", [(8, 4, 2, 1), (1, 1, 1, 10), (10, 1, 1, 1), (1.15, 1, 1, 1)], ids=str)
+@pytest.mark.parametrize("rise", [3, 20])
+@pytest.mark.parametrize("pace", [1, 4])
+def test_whoever_rises_first_and_however_large_it_is_follows_the_others(
+    scales: tuple[float, ...], rise: float, pace: int
+):
+    rounds = drawn(60) * torch.tensor(scales, dtype=torch.float64)[:, None]
+    rounds[20:] *= rise
+    judge = penalty(skip_anomaly=True)
+    # Worker 1 comes seldom.
+    last, come, without = torch.zeros(WORKERS, 2, dtype=torch.float64), [0] * WORKERS, [0] * WORKERS
+    for number, norms in enumerate(rounds):
+        for worker in range(WORKERS):
+            if worker == 1 and number % pace:
+                continue
+            last[worker], come[worker] = norms[worker], 1
+            verdict = judge.decide(last.clone(), come, fresh={worker})[0]
+            without[worker] += number >= 20 and worker not in verdict.accepted
+    assert max(without) <= 3 + 2, without
+
+
+def test_who_has_reached_a_level_is_forgotten_when_all_have():
+    rounds = drawn(40)
+    rounds[12:] *= 20
+    judge = penalty(skip_anomaly=True, ewma_threshold=6.0)
+    one_by_one(judge, rounds[:16])
+    middle = judge.state()["detector"]
+    assert {"former", "behind"} <= middle.keys()
+    again = penalty(skip_anomaly=True, ewma_threshold=6.0)
+    again.load({"detector": middle})
+    assert left_out(one_by_one(again, rounds[16:])) == left_out(one_by_one(judge, rounds[16:]))
+    assert not {"former", "behind"} & judge.state()["detector"].keys()
+    together = penalty(skip_anomaly=True, ewma_threshold=6.0)
+    for norms in rounds:
+        together.decide(norms)
+        assert not {"former", "behind"} & together.state()["detector"].keys()
+
+
+def test_further_workers_weigh_as_the_others_do_on_average():
+    (verdict, _) = penalty(pseudo_gradnorm_reduce=True).decide(drawn(1)[0], [1, 0, 1, 1], fresh={0})
+    joined = verdict.joined_by({1})
+    assert joined.accepted == (0, 1, 2, 3) and sum(joined.weights) == pytest.approx(1)
+    assert joined.weights[1] == pytest.approx(0.25)
+    for worker in verdict.accepted:
+        assert joined.relative_weight(worker) == pytest.approx(verdict.relative_weight(worker))
+    assert joined.part_of(0, {0, 1}) == pytest.approx(joined.weights[0] / (joined.weights[0] + 0.25))
+    equal = penalty().decide(drawn(1)[0], [1, 0, 1, 0])[0].joined_by({1})
+    assert equal.weights == (1 / 3,) * 3 and equal.part_of(2, {1, 2}) == 0.5
