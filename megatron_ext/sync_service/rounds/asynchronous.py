@@ -29,8 +29,8 @@ class AsynchronousState(RunState):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
-        self.beside: tuple[int, ...] = ()
-        """Indices of the other members when the open round closed."""
+        self.beside: dict[int, tuple[str, int | None]] = {}
+        """By index the other members when the open round closed: name, and work in the last interval, if it is said."""
         self._made_for: dict[str, int] = {}
         self._outcomes: dict[str, tuple[int, RoundResult]] = {}
 
@@ -171,7 +171,7 @@ class AsynchronousState(RunState):
         """Return everything that events have led to."""
         return {
             **super().as_json(),
-            "beside": self.beside,
+            "beside": [[index, *found] for index, found in self.beside.items()],
             "made_for": dict(self._made_for),
             "outcomes": [[peer, number, asdict(result)] for peer, (number, result) in self._outcomes.items()],
         }
@@ -179,7 +179,8 @@ class AsynchronousState(RunState):
     def _recovered(self, event: Event) -> None:
         super()._recovered(event)
         found = event["state"]
-        self.beside, self._made_for = tuple(found.get("beside", ())), dict(found["made_for"])
+        self.beside = {index: (peer, work) for index, peer, work in found.get("beside", ())}
+        self._made_for = dict(found["made_for"])
         self._outcomes = {
             peer: (number, RoundResult.from_json(result)) for peer, number, result in found["outcomes"]
         }
@@ -212,13 +213,14 @@ class AsynchronousState(RunState):
             return
         self.closing = tuple(event["peers"])
         index = self.uploaded[self.closing[0]]
-        self.beside = tuple(sorted({member.index for member in self.members.values()} - {index}))
+        others = [member for member in self.members.values() if member.index != index]
+        self.beside = {member.index: (member.name, self.work(member.name)) for member in others}
 
     def _committed(self, event: Event) -> None:
         closing = self.closing or ()
         waiting = {peer: index for peer, index in self.uploaded.items() if peer not in closing}
         super()._committed(event)
-        self.uploaded = waiting
+        self.uploaded, self.beside = waiting, {}
         for peer in closing:
             self._outcomes[peer] = self._made_for.pop(peer), self.results[event["round"]]
             self._count_unused(peer, unused=peer in event["rejected"])

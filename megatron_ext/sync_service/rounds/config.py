@@ -219,7 +219,6 @@ class RunConfig:
             grace_seconds=self.grace_seconds,
             is_asynchronous=self.is_asynchronous,
             max_staleness=self.max_staleness,
-            weighs_steps=self.step_weights,
             weighs_tokens=self.token_weights,
         )
 

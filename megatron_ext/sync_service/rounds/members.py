@@ -38,16 +38,8 @@ class Policy:
     max_staleness: int | None = None
     """More rounds must not have been made since the values that such a contribution started from; None for any."""
 
-    weighs_steps: bool = False
-    """Whether a contribution counts in proportion to its peer's steps in the interval."""
-
     weighs_tokens: bool = False
-    """Whether it counts in proportion to its peer's tokens."""
-
-    @property
-    def weighs(self) -> bool:
-        """Whether what a peer has done in its interval decides how much its contribution counts."""
-        return self.weighs_steps or self.weighs_tokens
+    """Whether work is counted in tokens, not in steps."""
 
     def is_stale(self, number: int, open_round: int) -> bool:
         """Return whether such a contribution, made for a round, is too old to be used in the open one."""

@@ -219,7 +219,9 @@ class RoundMaker:
         """Return the event that commits a round."""
         number, merge = job.number, self._store.shard.merge(job.number)
         counted = [(uploader.peer, uploader.index) for uploader in job.uploaders]
-        kept = [] if number == 0 else untouched(self._store.catalog, counted, decision, merge)
+        # A round of one contribution leaves nearly all owners' tensors, and its peer seldom has the values before it.
+        is_of_all = number > 0 and not self._config.is_asynchronous
+        kept = untouched(self._store.catalog, counted, decision, merge) if is_of_all else []
         return {
             "event": "committed",
             "round": number,

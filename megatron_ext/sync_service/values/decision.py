@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.sync_service.protocol.catalog import Catalog
-from megatron_ext.sync_service.values.guards import Guards, Judged
+from megatron_ext.sync_service.values.guards import Guards, Judged, OtherPeer
 from megatron_ext.sync_service.values.merge import Merge
 
 __all__ = ["Decision", "Measured", "decide"]
@@ -91,7 +91,7 @@ def decide(
     max_norm: float | None,
     is_start: bool,
     work: Mapping[int, int],
-    beside: Collection[int] | None = None,
+    beside: Mapping[int, OtherPeer] | None = None,
 ) -> Decision:
     """Decide who counts.
 
@@ -103,7 +103,8 @@ def decide(
         max_norm: a contribution whose pseudo-gradient has a larger norm does not count.
         is_start: whether this is the common start: one peer's values, about which there is nothing else to decide.
         work: by index, by what a contribution is weighted; it counts as any other where nothing is said.
-        beside: indices of the peers whose last contributions stand beside the only one; None where they meet.
+        beside: by index the other members, beside whose last contributions the only one is judged; None where peers
+            meet.
     """
     decision = Decision(nbytes=sum(found.nbytes for found in measured))
     sound: dict[int, dict[Judged, float]] = {}
@@ -118,7 +119,7 @@ def decide(
             continue
         sound[index] = found.squares
     if guards is not None and not is_start:
-        guards.decide(sound, work, beside)
+        guards.decide(sound, work, beside, {index: peer for peer, index in contributors})
         decision.verdicts, decision.learned = dict(guards.verdicts), guards.state
         if beside is not None:
             _count_alone(decision, contributors[0][1])

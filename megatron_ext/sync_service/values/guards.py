@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -22,10 +23,16 @@ from megatron_ext.outer.penalty import Penalty, Verdict, clip_coefficient
 from megatron_ext.outer.penalty_config import PenaltyConfig
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 
-__all__ = ["Guards", "Judged"]
+__all__ = ["Guards", "Judged", "OtherPeer"]
 
 Judged = tuple[str, bool]
 """What is judged as one: a unit, or a tensor without one, and whether only its owners train it."""
+
+OtherPeer = tuple[str, int | None]
+"""The name of a member, and its work in its last interval, where it has said that."""
+
+_NORMS, _PEERS = "last_norms", "last_peers"
+"""Of the state, where contributions come alone."""
 
 _DTYPES = {"float64": torch.float64, "int64": torch.int64}
 
@@ -54,14 +61,14 @@ class Guards:
         self._penalty = Penalty(config, workers=peers, units=len(self.judged))
         self._verdicts: dict[Judged, Verdict] = {}
         self._titles = {spec.judged_as: spec.judged_title for spec in catalog}
-        self._last = {
-            "last_norms": torch.zeros(peers, len(self.judged), dtype=torch.float64),
-            "last_work": torch.zeros(peers, dtype=torch.int64),
-        }
         self._one_by_one = one_by_one
+        # By index, whose contribution was the last one that was sound, and its norms.
+        self._last_peers = [""] * peers
+        self._last_norms = torch.zeros(peers, len(self.judged), dtype=torch.float64)
         if state is not None:
             learned = _decoded(state)
-            self._last |= {name: learned.pop(name) for name in self._last if name in learned}
+            self._last_norms = learned.pop(_NORMS, self._last_norms)
+            self._last_peers = json.loads(state).get(_PEERS, self._last_peers)
             if "window" in learned and config.skip_anomaly and len(learned["window"]) != config.ewma_warmup_steps:
                 raise UserError(
                     f"ewma_warmup_steps is {config.ewma_warmup_steps}, but the run's detector has learned with "
@@ -73,29 +80,39 @@ class Guards:
         self,
         squares: Mapping[int, Mapping[Judged, float]],
         work: Mapping[int, int],
-        beside: Collection[int] | None = None,
+        beside: Mapping[int, OtherPeer] | None = None,
+        peers: Mapping[int, str] | None = None,
     ) -> None:
         """Decide over a round, and learn from it.
 
         Args:
             squares: by index of the peers whose contributions are sound, the squared norms of their pseudo-gradients.
             work: by index, by what a contribution is weighted where the configuration asks for that; 1 unless given.
-            beside: indices of the peers whose last contributions stand beside these; None where all meet.
+            beside: the other members, beside whose last contributions a single one is judged; None where all meet.
+            peers: by index the names of whose contributions there are, where they come alone.
         """
         norms = torch.zeros(self._peers, len(self.judged), dtype=torch.float64)
         for index, by_judged in squares.items():
             norms[index] = torch.tensor([by_judged.get(key, 0.0) for key in self.judged], dtype=torch.float64).sqrt()
         done = [work.get(index, 1) if index in squares else 0 for index in range(self._peers)]
-        fresh = None
-        if beside is not None:
-            last_norms, last_work = self._last.values()
-            for index in set(beside) - squares.keys():
-                norms[index], done[index] = last_norms[index], int(last_work[index])
-            fresh = squares.keys()
-            for index in fresh:
-                last_norms[index], last_work[index] = norms[index], done[index]
-        decided = self._penalty.decide(norms, done, fresh)
+        if beside is None:
+            decided = self._penalty.decide(norms, done)
+        else:
+            known = {index: other for index, other in beside.items() if self._is_known(index, other)}
+            for index, (_, others_work) in known.items():
+                norms[index], done[index] = self._last_norms[index], others_work or 1
+            for index in squares:
+                self._last_norms[index], self._last_peers[index] = norms[index], (peers or {})[index]
+            silent = beside.keys() - known.keys()
+            decided = [verdict.joined_by(silent) for verdict in self._penalty.decide(norms, done, squares.keys())]
         self._verdicts = dict(zip(self.judged, decided, strict=True))
+
+    def _is_known(self, index: int, other: OtherPeer) -> bool:
+        """Return whether there is a contribution of another peer to compare with."""
+        peer, work = other
+        # By work alone it is compared also after a start with what an earlier release has left, which had no norms.
+        by_work_alone = not self._config.has_penalty and work is not None
+        return by_work_alone or self._last_peers[index] == peer
 
     @property
     def verdicts(self) -> dict[Judged, Verdict]:
@@ -139,26 +156,28 @@ class Guards:
     @property
     def state(self) -> str:
         """What was learned, for the snapshot."""
-        last = self._last if self._one_by_one else {}
-        return _encoded({**self._penalty.state().get("detector", {}), **last})
+        learned = self._penalty.state().get("detector", {})
+        if not self._one_by_one:
+            return json.dumps(_encoded(learned))
+        return json.dumps({**_encoded({**learned, _NORMS: self._last_norms}), _PEERS: self._last_peers})
 
 
-def _encoded(state: Mapping[str, torch.Tensor]) -> str:
-    return json.dumps(
-        {
-            name: {
-                "dtype": str(value.dtype).removeprefix("torch."),
-                "shape": list(value.shape),
-                "data": base64.b64encode(value.numpy().tobytes()).decode(),
-            }
-            for name, value in state.items()
+def _encoded(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {
+        name: {
+            "dtype": str(value.dtype).removeprefix("torch."),
+            "shape": list(value.shape),
+            "data": base64.b64encode(value.numpy().tobytes()).decode(),
         }
-    )
+        for name, value in state.items()
+    }
 
 
 def _decoded(text: str) -> dict[str, torch.Tensor]:
     found = {}
     for name, entry in json.loads(text).items():
+        if name == _PEERS:
+            continue
         data = bytearray(base64.b64decode(entry["data"]))
         found[name] = torch.frombuffer(data, dtype=_DTYPES[entry["dtype"]]).view(entry["shape"])
     return found

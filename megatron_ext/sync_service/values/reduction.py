@@ -281,11 +281,10 @@ class Reduction:
             return decision.coefficients.get(spec.judged_as, 1.0)
         if self._per_step is None or decision.verdicts is None:
             return 1.0
-        # A part of the mean with what the other owners have contributed last.
         (contributor,) = contributors
-        among = decision.verdicts[spec.judged_as].among(spec.owners)
-        weights = dict(zip(among.accepted, among.weights, strict=True))
-        return weights.get(contributor.index, 0.0) / sum(weights.values()) if weights else 1.0
+        verdict = decision.verdicts[spec.judged_as]
+        counts = contributor.index in verdict.accepted and contributor.index in spec.owners
+        return verdict.part_of(contributor.index, spec.owners) if counts else 1.0
 
     def _sums_of(self, writer: SnapshotWriter, spec: TensorSpec) -> tuple[int, int]:
         """Return the digest's sums of a tensor as it was written."""
