@@ -9,6 +9,7 @@ import functools
 import gc
 import importlib
 import logging
+import shutil
 
 import torch
 
@@ -95,8 +96,23 @@ def _look_for_copies() -> None:
     registry().apply([])
 
 
+def _load_extension() -> None:
+    """Load the extension that Megatron compiles when it first needs it.
+
+    A rank that is killed while it looks whether that is compiled leaves a lock, on which all others wait forever.
+    """
+    from megatron.core.tensor_parallel import random
+    from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
+
+    load = getattr(random, "_get_share_storage", None)  # some releases have none
+    if load is not None and is_ninja_available() and shutil.which(get_cxx_compiler()):
+        with quietly():
+            load()
+
+
 torch.set_num_threads(1)
 _import_quietly()
+_load_extension()
 _look_for_copies()
 _remember_docstrings()
 _shrink_mock_data()
