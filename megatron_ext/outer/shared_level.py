@@ -66,18 +66,18 @@ class SharedLevels:
             limits: fp64: up to where a norm of each worker would have been accepted; NaN without experience.
             means: fp64: the means that they were compared with.
         """
-        rejected = rejected & present
+        rejected, came = rejected & present, present & fresh
         follows = self.behind < _MEMORY
         growth = torch.where(self.former.isnan(), 0.0, means / self.former)
         shared = _shared(norms, rejected, present, rejected & fresh, limits, norms / means, growth, follows)
         # A norm that one worker has alone is not part of a level, also among rounds that are.
-        usable = present & fresh & (shared | ~rejected)
+        usable = came & (shared | ~rejected)
         self.recent = torch.where(usable, torch.cat([self.recent[1:], norms[None]]), self.recent)
         self.shared += shared
-        self.quiet = torch.where(shared, 0, self.quiet + (present & fresh))
+        self.quiet = torch.where(shared, 0, self.quiet + came)
         new = self.shared >= self.rounds
         self.shared[new | (self.quiet >= _MEMORY)] = 0
-        self._remember(new, means, present & fresh)
+        self._remember(new, means, came)
         return new
 
     def _remember(self, new: torch.Tensor, means: torch.Tensor, came: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.config import RunConfig
-from megatron_ext.sync_service.shards.sharding import assign
+from megatron_ext.sync_service.shards.sharding import assign, part_of
 
 __all__ = ["ServiceSetup"]
 
@@ -96,10 +96,9 @@ class ServiceSetup:
         if self.server.shards == 1:
             return 1.0
         catalog = Catalog(TensorSpec(name=unit, shape=(values,), unit=unit) for unit, values in self.units.items())
-        loads = [0] * self.server.shards
-        for spec, shard in zip(catalog, assign(catalog, self.server.shards), strict=True):
-            loads[shard] += spec.numel
-        return max(loads) / self.parameters
+        shards = self.server.shards
+        shard_of = assign(catalog, shards)
+        return max(part_of(catalog, shard_of, shard).nbytes for shard in range(shards)) / catalog.nbytes
 
     def _schedule_problems(self) -> list[str]:
         """Return what does not fit into the run."""

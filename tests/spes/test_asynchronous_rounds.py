@@ -55,7 +55,9 @@ def test_peers_of_different_pace_train_at_the_same_time(make_service: MakeServic
     ends = {"a": model_of(slow.result()), "b": model_of(fast)}
     made = [event for event in service.events("committed") if event["round"]]
     assert sorted(event["contributors"][0] for event in made) == ["a", "a", "b", "b", "b", "b"]
-    last, other = ends[made[-1]["contributors"][0]], ends["ab".replace(made[-1]["contributors"][0], "")]
-    own = OWNED["ab".replace(made[-1]["contributors"][0], "")]
+    last = made[-1]["contributors"][0]
+    other = "ab".replace(last, "")
     # The other one's experts are as it has left them.
-    assert all((last[name] == other[name]).all() for name in last if expert_of(name) in own)
+    assert all(
+        (ends[last][name] == ends[other][name]).all() for name in ends[last] if expert_of(name) in OWNED[other]
+    )

@@ -29,8 +29,7 @@ class AsynchronousState(RunState):
 
     def __init__(self, policy: Policy) -> None:
         super().__init__(policy)
-        self.beside: dict[int, tuple[str, int | None]] = {}
-        """By index the other members when the open round closed: name, and work in the last interval, if it is said."""
+        self.beside = {}
         self._made_for: dict[str, int] = {}
         self._outcomes: dict[str, tuple[int, RoundResult]] = {}
 
@@ -171,7 +170,7 @@ class AsynchronousState(RunState):
         """Return everything that events have led to."""
         return {
             **super().as_json(),
-            "beside": [[index, *found] for index, found in self.beside.items()],
+            "beside": [[index, *found] for index, found in (self.beside or {}).items()],
             "made_for": dict(self._made_for),
             "outcomes": [[peer, number, asdict(result)] for peer, (number, result) in self._outcomes.items()],
         }

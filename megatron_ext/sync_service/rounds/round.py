@@ -34,6 +34,10 @@ Answer = tuple[Literal["waiting", "committed", "publish", "upload"], str]
 class RunState:
     """The state of a run."""
 
+    beside: dict[int, tuple[str, int | None]] | None = None
+    """By index the other members when the open round closed of which contributions come one by one: name, and work in
+    the last interval, if it is said. None where they meet."""
+
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.config: dict[str, str] | None = None

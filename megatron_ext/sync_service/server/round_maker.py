@@ -12,7 +12,6 @@ from collections.abc import Callable
 from megatron_ext.sync_service.disk.durable import described
 from megatron_ext.sync_service.disk.snapshot import Snapshot
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
-from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.rounds.journal import Event
 from megatron_ext.sync_service.rounds.presence import Presence
@@ -177,7 +176,7 @@ class RoundMaker:
 
     def _decide(self, job: RoundJob) -> Decision | None:
         """Return who counts in a round; None when the start is refused."""
-        store, state = self._store, self._store.state
+        store = self._store
         guards = store.guards()
         decision = decide(
             store.catalog,
@@ -187,7 +186,7 @@ class RoundMaker:
             max_norm=self._config.max_norm,
             is_start=job.number == 0,
             work=self._work_of(job),
-            beside=state.beside if isinstance(state, AsynchronousState) else None,
+            beside=store.state.beside,
         )
         if job.number == 0 and decision.rejected:
             ((peer, problem),) = decision.rejected.items()
@@ -208,20 +207,17 @@ class RoundMaker:
             said = {uploader.index: state.work(uploader.peer) for uploader in job.uploaders}
         return {index: work for index, work in said.items() if work is not None}
 
-    def _came(self, number: int, decision: Decision) -> dict[str, float]:
-        """Return what is told of a contribution that is a round by itself."""
-        state = self._store.state
-        if number == 0 or not isinstance(state, AsynchronousState) or not state.closing:
-            return {}
-        return {"made_for": state.made_for(state.closing[0]), "weight": decision.weight}
-
     def _committed(self, job: RoundJob, decision: Decision, made: Made, seconds: float) -> Event:
         """Return the event that commits a round."""
         number, merge = job.number, self._store.shard.merge(job.number)
         counted = [(uploader.peer, uploader.index) for uploader in job.uploaders]
-        # A round of one contribution leaves nearly all owners' tensors, and its peer seldom has the values before it.
-        is_of_all = number > 0 and not self._config.is_asynchronous
-        kept = untouched(self._store.catalog, counted, decision, merge) if is_of_all else []
+        came: Event = {}
+        kept: list[int] = []
+        if number > 0 and self._config.is_asynchronous:
+            # It leaves nearly all owners' tensors, and its peer seldom has the values before it: they are not listed.
+            came = {"made_for": job.uploaders[0].made_for, "weight": decision.weight}
+        elif number > 0:
+            kept = untouched(self._store.catalog, counted, decision, merge)
         return {
             "event": "committed",
             "round": number,
@@ -233,7 +229,7 @@ class RoundMaker:
             **({"lasting": decision.lasting} if decision.lasting else {}),
             **({"merged": merge.alpha} if merge is not None else {}),
             **({"kept": kept} if kept else {}),
-            **self._came(number, decision),
+            **came,
             "norms": {peer: norm for peer, norm in decision.norms.items() if math.isfinite(norm)},
             "bytes": decision.nbytes,
             "outer_scalars": made.outer_scalars,

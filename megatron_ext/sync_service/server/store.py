@@ -204,8 +204,7 @@ class RunStore:
             return None
         newest = self.shard.snapshots.get(self.state.open_round - 1)
         state = None if newest is None else newest.metadata.get("guards")
-        config = self._config
-        return Guards(config.penalty, self._catalog, config.peers, state, one_by_one=config.is_asynchronous)
+        return Guards(self._config.penalty, self._catalog, self._config.peers, state)
 
     def record(self, event: Event) -> None:
         """Let an event happen: on the disk first, then here.

@@ -119,7 +119,7 @@ def decide(
             continue
         sound[index] = found.squares
     if guards is not None and not is_start:
-        guards.decide(sound, work, beside, {index: peer for peer, index in contributors})
+        guards.decide(sound, work, {index: peer for peer, index in contributors}, beside)
         decision.verdicts, decision.learned = dict(guards.verdicts), guards.state
         if beside is not None:
             _count_alone(decision, contributors[0][1])

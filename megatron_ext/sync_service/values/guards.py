@@ -40,9 +40,7 @@ _DTYPES = {"float64": torch.float64, "int64": torch.int64}
 class Guards:
     """Decides over the peers of a round."""
 
-    def __init__(
-        self, config: PenaltyConfig, catalog: Catalog, peers: int, state: str | None, *, one_by_one: bool = False
-    ) -> None:
+    def __init__(self, config: PenaltyConfig, catalog: Catalog, peers: int, state: str | None) -> None:
         """Resume from what was learned.
 
         Args:
@@ -50,7 +48,6 @@ class Guards:
             catalog: the tensors.
             peers: number of places for peers.
             state: as the last round's `state` was; None without experience.
-            one_by_one: whether contributions come alone, so that those before are remembered.
 
         Raises:
             UserError: it was learned with another configuration.
@@ -61,14 +58,14 @@ class Guards:
         self._penalty = Penalty(config, workers=peers, units=len(self.judged))
         self._verdicts: dict[Judged, Verdict] = {}
         self._titles = {spec.judged_as: spec.judged_title for spec in catalog}
-        self._one_by_one = one_by_one
-        # By index, whose contribution was the last one that was sound, and its norms.
+        # By index, whose contribution was the last one that was sound, and its norms; of none where peers meet.
         self._last_peers = [""] * peers
         self._last_norms = torch.zeros(peers, len(self.judged), dtype=torch.float64)
         if state is not None:
-            learned = _decoded(state)
+            found = json.loads(state)
+            self._last_peers = found.pop(_PEERS, self._last_peers)
+            learned = _decoded(found)
             self._last_norms = learned.pop(_NORMS, self._last_norms)
-            self._last_peers = json.loads(state).get(_PEERS, self._last_peers)
             if "window" in learned and config.skip_anomaly and len(learned["window"]) != config.ewma_warmup_steps:
                 raise UserError(
                     f"ewma_warmup_steps is {config.ewma_warmup_steps}, but the run's detector has learned with "
@@ -80,16 +77,16 @@ class Guards:
         self,
         squares: Mapping[int, Mapping[Judged, float]],
         work: Mapping[int, int],
-        beside: Mapping[int, OtherPeer] | None = None,
-        peers: Mapping[int, str] | None = None,
+        peers: Mapping[int, str],
+        beside: Mapping[int, OtherPeer] | None,
     ) -> None:
         """Decide over a round, and learn from it.
 
         Args:
             squares: by index of the peers whose contributions are sound, the squared norms of their pseudo-gradients.
             work: by index, by what a contribution is weighted where the configuration asks for that; 1 unless given.
+            peers: by index the names of whose contributions there are.
             beside: the other members, beside whose last contributions a single one is judged; None where all meet.
-            peers: by index the names of whose contributions there are, where they come alone.
         """
         norms = torch.zeros(self._peers, len(self.judged), dtype=torch.float64)
         for index, by_judged in squares.items():
@@ -102,7 +99,7 @@ class Guards:
             for index, (_, others_work) in known.items():
                 norms[index], done[index] = self._last_norms[index], others_work or 1
             for index in squares:
-                self._last_norms[index], self._last_peers[index] = norms[index], (peers or {})[index]
+                self._last_norms[index], self._last_peers[index] = norms[index], peers[index]
             silent = beside.keys() - known.keys()
             decided = [verdict.joined_by(silent) for verdict in self._penalty.decide(norms, done, squares.keys())]
         self._verdicts = dict(zip(self.judged, decided, strict=True))
@@ -157,7 +154,7 @@ class Guards:
     def state(self) -> str:
         """What was learned, for the snapshot."""
         learned = self._penalty.state().get("detector", {})
-        if not self._one_by_one:
+        if not any(self._last_peers):
             return json.dumps(_encoded(learned))
         return json.dumps({**_encoded({**learned, _NORMS: self._last_norms}), _PEERS: self._last_peers})
 
@@ -173,11 +170,9 @@ def _encoded(state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     }
 
 
-def _decoded(text: str) -> dict[str, torch.Tensor]:
+def _decoded(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     found = {}
-    for name, entry in json.loads(text).items():
-        if name == _PEERS:
-            continue
+    for name, entry in state.items():
         data = bytearray(base64.b64decode(entry["data"]))
         found[name] = torch.frombuffer(data, dtype=_DTYPES[entry["dtype"]]).view(entry["shape"])
     return found

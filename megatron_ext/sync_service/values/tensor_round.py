@@ -280,23 +280,12 @@ class TensorRound:
         self, spec: TensorSpec, anchor: torch.Tensor, total: torch.Tensor | None, takes_values: bool, coefficient: float
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return what peers hold of a tensor with owners after what these have sent, and the update."""
-        if self._per_step is not None:
-            return self._of_one_owner(spec, anchor, total, coefficient)
         if self.sources.absolute:
             return anchor if total is None else total, {}
         if takes_values:
             # Sent as it is also where nobody who counts has it: a merge makes something else of it nevertheless.
             published = full(self._codec, anchor if total is None else total)
-        elif total is None:
-            published = publish_exactly(self._codec, anchor, torch.zeros_like(anchor))
-        else:
-            published = publish_exactly(self._codec, anchor, total.neg_())
-        return published.values, {UPDATE: published.update}
-
-    def _of_one_owner(
-        self, spec: TensorSpec, anchor: torch.Tensor, total: torch.Tensor | None, coefficient: float
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the same where contributions come one by one, of which one counts a part beside other owners'."""
+            return published.values, {UPDATE: published.update}
         step = torch.zeros_like(anchor) if total is None else total.mul_(-coefficient)
         if self.is_exact:
             return anchor + step, {}
