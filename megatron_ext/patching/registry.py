@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class PatchRegistry:
             elif known != patch:
                 raise PatchError(f"{patch.describe()}: another patch of that name targets {known.target}")
         fresh = [patch for patch in fresh if _is_there(patch)]
-        self._globals.refresh()
+        self._globals.read_all()
         for count, patch in enumerate(fresh):
             try:
                 self._applied.append(_apply_one(patch, self._globals))
@@ -177,13 +178,15 @@ class _Globals:
     def __init__(self) -> None:
         self._places: dict[int, list[tuple[ModuleType, str]]] = {}
         self._sizes: dict[str, int] = {}
-        """By module, how many globals it had when it was read."""
+        """By module that may hold copies, how many globals it had when it was read."""
         self._modules = 0
+        """How many modules there were, of whatever name, when they were last looked through."""
+        self._newest: str | None = None
+        """The last of them."""
 
     def holding(self, value: Any) -> list[tuple[ModuleType, str]]:
         """Return (module, name) of every global that is this very object."""
-        if len(sys.modules) != self._modules:
-            self.refresh()  # a wrapper has imported something
+        self._read(self._new_names())  # a wrapper may have imported something
         places = dict.fromkeys(self._places.get(id(value), []))
         return [(module, key) for module, key in places if vars(module).get(key) is value]
 
@@ -191,13 +194,28 @@ class _Globals:
         """Take note that the globals that were `value` are `replacement` now."""
         self._places[id(replacement)] = self._places.pop(id(value), [])
 
-    def refresh(self) -> None:
+    def read_all(self) -> None:
         """Read the modules that are new or have got other globals, and the user's scripts."""
-        self._modules = len(sys.modules)
-        for name, module in tuple(sys.modules.items()):
-            if not isinstance(module, ModuleType):
-                continue
+        self._read((*self._sizes, *self._new_names()))
+
+    def _new_names(self) -> tuple[str, ...]:
+        """Return the modules since the last call, newest first, and all of them where others have gone since.
+
+        Megatron with its libraries has thousands: to look at each for every patch takes longer than to patch.
+        """
+        count = len(sys.modules)
+        # In one call, so that no other thread imports meanwhile.
+        names = tuple(itertools.islice(reversed(sys.modules), max(0, count - self._modules) + 1))
+        new = names[:-1] if names[-1] == self._newest else tuple(reversed(sys.modules))
+        self._modules, self._newest = count, names[0]
+        return new
+
+    def _read(self, names: tuple[str, ...]) -> None:
+        for name in names:
             if not name.startswith(_COPY_PREFIXES) and name not in _COPY_MODULES:
+                continue
+            module = sys.modules.get(name)
+            if not isinstance(module, ModuleType):
                 continue
             if self._sizes.get(name) == len(vars(module)) and not name.startswith(_SCRIPT_PREFIXES):
                 continue

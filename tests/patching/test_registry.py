@@ -157,6 +157,24 @@ def test_copies_that_were_made_since_the_last_patches_follow_as_well(registry, m
     assert module.third is targets.double
 
 
+@pytest.mark.parametrize("goes", [0, 1, 3], ids=["nothing else", "one goes", "more go than come"])
+def test_copies_in_modules_that_a_wrapper_imports_follow_whatever_goes_meanwhile(registry, monkeypatch, goes):
+    for name in ("here", "there", "elsewhere"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    module = types.ModuleType("megatron.something")
+    module.copy = targets.double
+    original = targets.double
+
+    def importing(function):
+        for name in ("here", "there", "elsewhere")[:goes]:
+            del sys.modules[name]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return targets.louder(function)
+
+    registry.apply([patch(name="test/first", target=f"{MODULE}:Tool.plain"), patch(wrap=importing)])
+    assert module.copy is targets.double is not original
+
+
 def test_a_target_that_someone_else_replaced_is_not_undone_silently():
     registry = PatchRegistry()
     original = targets.double
