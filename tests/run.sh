@@ -3,7 +3,7 @@
 #
 # Sets up .venv when needed, then runs the linter, the type checker and the tests.
 #
-#   ./tests/run.sh                        all tests but those marked slow, three files at a time
+#   ./tests/run.sh                        all tests but those marked slow, two files at a time
 #   ./tests/run.sh --all                  with the tests marked slow
 #   ./tests/run.sh tests/params -k tied   further arguments go to pytest
 #   ./tests/run.sh --megatron-release 0.18.2   patches and a short set of tests on another release of the index instead
@@ -31,10 +31,10 @@ for arg in "$@"; do
     fi
 done
 if [[ -z $chosen ]]; then
-    # Tests of several processes wait for each other, for ports and for disks, so that two processors have work for three
-    # files at once; four get in each other's way. Not the files with most tests first: those with few have the longest
-    # ones, and would come last.
-    pytest_args+=(-n 3 --dist loadfile --no-loadscope-reorder --durations=25)
+    # Two files at once, for two processors: a test of several processes has enough for both by itself, and where changes
+    # between processes are dear, as on virtual machines that are virtual themselves, a third file costs more than it
+    # fills. Not the files with most tests first: those with few have the longest ones, and would come last.
+    pytest_args+=(-n 2 --dist loadfile --no-loadscope-reorder --durations=25)
     if [[ -z $with_slow ]]; then
         pytest_args+=(-m "not slow")
     fi

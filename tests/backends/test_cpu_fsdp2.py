@@ -6,6 +6,7 @@ import os
 import pytest
 
 from tests.backends.runs import losses, stock
+from tests.support.every_run import one_of_each
 from tests.support.presets import LAYOUTS, Options, toy_gpt
 from tests.support.pretrain import run_pretrain
 
@@ -19,7 +20,12 @@ GATED: Options = {"bf16": True, "swiglu": True, "disable_bias_linear": True}
     [
         pytest.param(2, {}, id="dp2"),
         pytest.param(2, {"torch_fsdp2_no_reshard_after_forward": True, "eval_iters": 1, "eval_interval": 3}, id="kept"),
-        pytest.param(4, {**LAYOUTS["tp2-sp"].options, "recompute_granularity": "selective"}, id="dp2-tp2-sp"),
+        pytest.param(
+            4,
+            {**LAYOUTS["tp2-sp"].options, "recompute_granularity": "selective"},
+            id="dp2-tp2-sp",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_parameters_sharded_by_fsdp2_train_as_whole_ones_do(ranks, more):
@@ -31,7 +37,9 @@ def test_parameters_sharded_by_fsdp2_train_as_whole_ones_do(ranks, more):
     assert sharded[0].parameters != sharded[-1].parameters  # each rank has rows of its own
 
 
-@pytest.mark.parametrize("more", [{}, GATED, {"optimizer": "sgd"}], ids=["fp32", "bf16-swiglu", "sgd"])
+@pytest.mark.parametrize(
+    "more", one_of_each([{}, GATED, {"optimizer": "sgd"}], {1}), ids=["fp32", "bf16-swiglu", "sgd"]
+)
 def test_a_run_with_fsdp2_resumes_to_the_last_bit(more, tmp_path):
     options = {**FSDP2, **more, "train_iters": 4}
     whole = run_pretrain(toy_gpt(options), 2)

@@ -9,6 +9,7 @@ import os
 import pytest
 
 from tests.backends.runs import DROPOUT, losses, stock
+from tests.support.every_run import one_of_each
 from tests.support.presets import LATENT, LAYOUTS, MOE, PRECISIONS, Options, toy_gpt
 
 DENSE: Options = {
@@ -82,7 +83,7 @@ def latent(tmp_path_factory):
     return folder, losses(alone)[1:], alone[0].grad_norms[1:]
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "tp2-pp2"])
+@pytest.mark.parametrize("layout", one_of_each(["tp2-sp", "tp2-pp2"], {0}))
 def test_latent_attention_is_cut_as_one_rank_computes_it(layout, latent):
     chosen = LAYOUTS[layout]
     assert_same({**DENSE, **LATENT}, chosen.options, chosen.world_size(), latent)

@@ -124,6 +124,7 @@ def test_options_for_writing_and_taking_checkpoints_in_other_ways(tmp_path):
     assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), one_of_each([("torch_dist", "torch"), ("torch", "torch_dist")], {1}))
 def test_a_resume_from_a_converted_checkpoint_keeps_the_bits(tmp_path, before, after):
     run, first, second = toy_gpt(PRECISIONS["bf16-distopt"]), *(os.fspath(tmp_path / name) for name in ("a", "b"))
@@ -139,6 +140,7 @@ def test_a_resume_from_a_converted_checkpoint_keeps_the_bits(tmp_path, before, a
     assert len(set(losses(through))) == 4  # a run that does not move would resume exactly, too
 
 
+@pytest.mark.slow
 def test_an_iteration_that_is_overridden_moves_the_place_in_the_data(tmp_path):
     through = stock(toy_gpt(save=os.fspath(tmp_path), save_interval=2), 2)
     again = stock(toy_gpt(load=os.fspath(tmp_path), ckpt_step=2, override_ckpt_iteration=1), 2)
@@ -170,6 +172,7 @@ NO_STEP: Options = {"lr": 1e-30, "weight_decay": 0.0}
 """A step this small changes no weight."""
 
 
+@pytest.mark.slow
 def test_main_values_in_fp32_are_those_of_a_checkpoint_in_fp32(tmp_path):
     files: Options = {"ckpt_format": "torch", "num_layers": 4, **LAYOUTS["pp2-vpp2"].options}
     saved = run_pretrain(toy_gpt(files, save=os.fspath(tmp_path), save_interval=4), 2, probe=main_values)

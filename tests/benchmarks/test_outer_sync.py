@@ -15,6 +15,7 @@ from tests.support.distributed import REPOSITORY
 TINY = ["--layers", "1", "--hidden", "8", "--vocab", "16", "--pairs", "2", "--warmup", "1"]
 
 
+@pytest.mark.slow
 def test_every_method_and_number_of_workers_is_one_case(tmp_path, capsys, monkeypatch):
     path = tmp_path / "report.json"
     asked = []

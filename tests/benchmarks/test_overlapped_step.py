@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`benchmarks/overlapped_step.py` at toy size: both jobs run by turns, and one of them meets."""
 
+import pytest
+
 from benchmarks import overlapped_step
 from tests.benchmarks.reports import read_cases
 
 TINY = ["--intervals", "2", "--interval", "4", "--fragments", "2", "--layers", "2", "--hidden", "16"]
 
 
+@pytest.mark.slow
 def test_the_report_has_its_case(tmp_path, capsys):
     path = tmp_path / "report.json"
     assert overlapped_step.main([*TINY, "--json", str(path)]) == 0

@@ -21,6 +21,7 @@ GOALS = {
 }
 
 
+@pytest.mark.slow
 def test_every_switch_is_reported_against_its_goals(tmp_path, capsys):
     path = tmp_path / "report.json"
     tiny = ["--layers", "2", "--hidden", "16", "--vocab", "64", "--pairs", "2", "--warmup", "1"]

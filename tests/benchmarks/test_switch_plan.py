@@ -38,6 +38,7 @@ def test_the_chains_can_hold_the_model_on_that_many_ranks(ranks):
         assert all(math.prod((s.dp, s.tp, s.pp)) == ranks for s in chosen.strategies)
 
 
+@pytest.mark.slow
 def test_the_script_starts_by_its_path_from_anywhere(tmp_path):
     script = str(REPOSITORY / "benchmarks" / "switch_plan.py")
     done = subprocess.run(

@@ -71,6 +71,7 @@ def check_report(path: Path) -> None:
     assert held["goal"] == pytest.approx(2 + 8320 / 9208, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_both_methods_and_the_memory_are_reported(tmp_path, capsys):
     path = tmp_path / "report.json"
     stand_in(tmp_path / "env")

@@ -313,6 +313,7 @@ def test_bad_input_is_refused_with_the_way_out(
     assert code == 1 and message in output and len(output.splitlines()) == 1, output
 
 
+@pytest.mark.slow
 def test_a_corpus_of_other_tokens_needs_its_tokenizer(desk: Desk) -> None:
     desk.command("torchrun", "exit 0")
     write_without_record(desk.folder / "corpus", [[1, 2]])

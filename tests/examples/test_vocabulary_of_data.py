@@ -26,7 +26,7 @@ HOT_SWITCH = REPOSITORY / "examples/hot_switch/llama_hot_switch.sh"
 STATIC = REPOSITORY / "examples/hot_switch/llama_static_parallel.sh"
 SCRIPTS = (SPES, LOCAL_SGD, HOT_SWITCH, STATIC)
 # The static script reads its options with the hot one's code.
-by_name = pytest.mark.parametrize("script", one_of_each(SCRIPTS, {0, 1, 2}), ids=lambda path: path.stem)
+by_name = pytest.mark.parametrize("script", one_of_each(SCRIPTS, {0, 2}), ids=lambda path: path.stem)
 
 BYTES = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]
 

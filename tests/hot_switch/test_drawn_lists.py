@@ -15,6 +15,7 @@ from tests.hot_switch.runs import (
     tell_padding,
 )
 from tests.hot_switch.test_training import LLAMA
+from tests.support.every_run import one_of_each
 from tests.support.presets import MOE, toy_gpt
 from tests.support.pretrain import run_pretrain
 
@@ -63,7 +64,11 @@ def drawn_list(seed: int) -> tuple[list[dict[str, int | str | bool]], list[int],
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=() if seed < FEW else pytest.mark.exhaustive) for seed in range(MANY)]
+    "seed",
+    [
+        *one_of_each(range(FEW), {0}),
+        *[pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(FEW, MANY)],
+    ],
 )
 def test_a_drawn_list_trains_as_home_does_alone(tmp_path, seed):
     strategies, sizes, options = drawn_list(seed)

@@ -108,6 +108,7 @@ def test_stages_and_parts_of_rows_change_nothing(tmp_path):
     assert_equal_except_for_rounding(hot, stock_run("1,2,2", **stages, **options))
 
 
+@pytest.mark.slow
 def test_experts_there_and_their_routers_change_nothing(tmp_path):
     options = {**MTP, **BALANCED}
     hot = from_file(tmp_path, EXPERTS, options)

@@ -91,6 +91,7 @@ def test_stages_before_replicas_that_share_rows_change_nothing():
     assert_equal_except_for_rounding(hot, stock_run("2,1,2", same_weights, **options))
 
 
+@pytest.mark.slow
 def test_guests_cut_experts_as_home_does_where_that_fits():
     options = {
         **MOE,

@@ -81,9 +81,13 @@ def test_interleaved_and_uneven_stages_rows_and_recomputation_of_each_strategy_c
             id="home and a guest",
             marks=pytest.mark.slow,
         ),
-        pytest.param(GUESTS_OF_PARTS, "2,1,2", {"num_layers": 4}, id="guests only", marks=pytest.mark.slow),
+        pytest.param(GUESTS_OF_PARTS, "2,1,2", {"num_layers": 4}, id="guests only"),
         pytest.param(
-            PARTS_OF_ROWS, "2,1,2", {**LATENT, "use_distributed_optimizer": True}, id="latent attention"
+            PARTS_OF_ROWS,
+            "2,1,2",
+            {**LATENT, "use_distributed_optimizer": True},
+            id="latent attention",
+            marks=pytest.mark.slow,
         ),
     ],
 )

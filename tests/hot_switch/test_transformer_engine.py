@@ -119,6 +119,7 @@ def nothing():
             forbid_attention_by_document,
             {**EXPERTS, "use_distributed_optimizer": True},
             id="grouped experts",
+            marks=pytest.mark.slow,
         ),
     ],
 )

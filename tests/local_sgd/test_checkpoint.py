@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from tests.local_sgd.runs import arguments, local_run, model_digests, same_state, worker_slices
+from tests.support.every_run import one_of_each
 from tests.support.presets import LAYOUTS
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
@@ -86,7 +87,7 @@ def test_another_interval_while_rounds_are_in_flight_is_refused(tmp_path):
     assert "Traceback" not in exits[0].stderr
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp32-distopt"])
+@pytest.mark.parametrize("precision", one_of_each(["fp32", "fp32-distopt"], {1}))
 def test_a_save_before_the_first_step_that_fp16_does_not_skip_can_be_resumed(tmp_path, precision):
     options = {"fp16": True, "initial_loss_scale": 2.0**20, "hysteresis": 1, "local_sgd_sync_interval": 4}
     options |= {"train_iters": 14, "loss_scale_window": 1000, "min_loss_scale": 1.0}

@@ -7,6 +7,7 @@ import pytest
 
 from tests.local_sgd.runs import arguments, local_run, same_state
 from tests.support.corpus import make, write_json_lines
+from tests.support.every_run import one_of_each
 from tests.support.pretrain import run_pretrain
 
 # A round after steps 3 and 6; validation after 4 falls into an interval.
@@ -21,7 +22,7 @@ def validation_losses(ranks):
     return {int(iteration): float(loss) for iteration, loss in found}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-distopt-overlap"])
+@pytest.mark.parametrize("precision", one_of_each(["fp32", "bf16", "bf16-distopt-overlap"], {2}))
 def test_evaluation_changes_no_bit_of_training(precision):
     plain = local_run("single", precision, workers=2, **SCHEDULE)
     for mode, said in (
