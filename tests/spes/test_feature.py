@@ -274,6 +274,7 @@ def test_a_killed_peer_resumes_in_mid_interval_with_its_frozen_experts(
     assert same_bits(model_of(again), model_of(undisturbed[1]))
 
 
+@pytest.mark.slow
 def test_a_killed_peer_that_trains_with_sgd_resumes_with_its_momentum(
     make_service: Callable[..., Service], tmp_path: Path
 ):
