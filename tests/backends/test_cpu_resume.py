@@ -124,7 +124,6 @@ def test_options_for_writing_and_taking_checkpoints_in_other_ways(tmp_path):
     assert [rank.optimizer for rank in resumed] == [rank.optimizer for rank in through]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), one_of_each([("torch_dist", "torch"), ("torch", "torch_dist")], {1}))
 def test_a_resume_from_a_converted_checkpoint_keeps_the_bits(tmp_path, before, after):
     run, first, second = toy_gpt(PRECISIONS["bf16-distopt"]), *(os.fspath(tmp_path / name) for name in ("a", "b"))
