@@ -61,6 +61,14 @@ ruff check . || checks_failed+=" ruff"
 echo "[check] mypy"
 mypy || checks_failed+=" mypy"
 
+if [[ -z $chosen ]]; then
+    # Megatron compiles a piece of C++ when recomputation first wants it, once per environment: minutes on a slow
+    # machine, for which no test's time limit has room.
+    echo "[check] Megatron's extension"
+    python -c 'from megatron.core.tensor_parallel import random; random._get_share_storage()' 2>/dev/null ||
+        echo "[check] note: it could not be compiled; tests with recomputation fail"
+fi
+
 echo "[check] pytest"
 status=0
 python -m pytest "${pytest_args[@]+"${pytest_args[@]}"}" || status=$?
