@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.spes.test_feature import OWNED, RUN, SPES, expert_of, values_and_memory, watch_steps
 from tests.support.pretrain import RankOutcome
 from tests.support.waiting import until
@@ -16,21 +18,23 @@ ALONE = {**RUN, "rounds": "asynchronous", "skip_anomaly": True, "ewma_warmup_ste
 KIND = ("moe-ep2", "bf16-distopt-overlap", 2)
 
 
-def after_the_other(service: Service, **options: Any) -> list[RankOutcome]:
+def after_the_other(service: Service, saves: Path, *, dies: bool, delay: int) -> list[RankOutcome]:
     """Train peer a to its end, and then peer b, so that the order of the rounds is the same every time."""
     service.start()
     run_job(service, "a", SINGLE, sync_service_index=0, **SPES)
-    given: dict[str, Any] = {"sync_service_index": 1, "probe": values_and_memory, **SPES, **options}
-    if "save" in options:
-        given["save_interval"] = 6
-        failing_job(service, "b", KIND, before=die_in_step(7), **{**given, "probe": None})
-        return run_job(service, "b", KIND, load=options["save"], **given)
-    return run_job(service, "b", KIND, before=watch_steps, **given)
+    # A checkpoint applies the round in flight, so that both runs have one.
+    given: dict[str, Any] = {**SPES, "sync_service_index": 1, "save": str(saves), "save_interval": 6}
+    given |= {"sync_service_delay": delay} if delay else {}
+    if dies:
+        failing_job(service, "b", KIND, before=die_in_step(7), **given)
+        return run_job(service, "b", KIND, load=str(saves), probe=values_and_memory, **given)
+    return run_job(service, "b", KIND, before=watch_steps, probe=values_and_memory, **given)
 
 
-def test_a_killed_peer_resumes_in_mid_interval_bit_for_bit(make_service: MakeService, tmp_path: Path):
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_killed_peer_resumes_in_mid_interval_bit_for_bit(make_service: MakeService, tmp_path: Path, delay: int):
     whole, killed = (make_service({"demo": ALONE}) for _ in range(2))
-    wanted = after_the_other(whole)
+    wanted = after_the_other(whole, tmp_path / "whole", dies=False, delay=delay)
     rounds = [event for event in whole.events("committed") if event["round"]]
     assert [event["contributors"] for event in rounds] == [["a"], ["a"], ["b"], ["b"]]
     assert [event["round"] for event in rounds if "merged" in event] == [4]
@@ -38,7 +42,8 @@ def test_a_killed_peer_resumes_in_mid_interval_bit_for_bit(make_service: MakeSer
     for changed, _ in wanted[0].probe[3]:
         assert {expert_of(name) for name in changed} <= {None, *OWNED["b"]}
 
-    found = after_the_other(killed, save=str(tmp_path))
+    assert ("the checkpoint applies round 3 after 2 of 3 steps" in wanted[0].stdout) == (delay == 3)
+    found = after_the_other(killed, tmp_path / "killed", dies=True, delay=delay)
     assert "1 of 2 of the samples, 2 steps after round " in found[0].stdout
     digests = [[event["digest"] for event in service.events("committed")] for service in (whole, killed)]
     assert digests[0] == digests[1]
