@@ -194,9 +194,9 @@ class LocalSGD:
         for index, fragment in enumerate(self._fragments):
             if schedule.answers(index):
                 fragment.turn_late()
-            if self._is_turning(index) and fragment.phase == "sent":
+            if self._is_turning(index) and fragment.phase == "sending":
                 self._reports.append(fragment.turn())
-            if fragment.phase != "home" and schedule.ends(index):
+            if fragment.phase != "idle" and schedule.ends(index):
                 non_finite |= self._end(fragment)
                 ended.append(fragment)
         for index, fragment in enumerate(self._fragments):
@@ -239,7 +239,7 @@ class LocalSGD:
             RuntimeError: see `Fragment.sync`.
         """
         for fragment in self._fragments:
-            if fragment.phase != "home":
+            if fragment.phase != "idle":
                 self._end(fragment)
         for fragment in self._fragments:
             self._sync(fragment, steps)
@@ -283,7 +283,7 @@ class LocalSGD:
             RuntimeError: see `Fragment.unite`.
         """
         for fragment in self._fragments:
-            if fragment.phase != "home":
+            if fragment.phase != "idle":
                 self._end(fragment)
         for fragment in self._fragments:
             self._healed |= not fragment.unite()
@@ -306,7 +306,7 @@ class LocalSGD:
 
     def _is_turning(self, index: int) -> bool:
         """Return whether a round is half-way or at its end."""
-        return self._fragments[index].phase != "home" and self._schedule.turns(index)
+        return self._fragments[index].phase != "idle" and self._schedule.turns(index)
 
     def _end(self, fragment: Fragment) -> set[int]:
         """Apply the result of a round in flight; return the workers with non-finite values."""
@@ -319,9 +319,9 @@ class LocalSGD:
 
     def _land(self, fragment: Fragment) -> None:
         """Wait for the result of a round in flight."""
-        if fragment.phase == "sent":
+        if fragment.phase == "sending":
             self._reports.append(fragment.turn())
-        if fragment.phase == "turned":
+        if fragment.phase == "reduced":
             fragment.receive()
 
     def collect(self) -> WorkerProgress:
@@ -389,7 +389,7 @@ class LocalSGD:
             "fragments": [
                 {
                     "left": self._schedule.left[index],
-                    "on_its_way": fragment.phase != "home",
+                    "on_its_way": fragment.phase != "idle",
                     "broken": fragment.non_finite,
                     **fragment.state.scalar_state(),
                 }

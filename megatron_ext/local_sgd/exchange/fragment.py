@@ -60,7 +60,7 @@ class _Flight:
     state: RoundState | None = None
     """What it works on, until the result is there."""
 
-    turned: bool = False
+    reduced: bool = False
     """Whether the outer step was made."""
 
     result: list[torch.Tensor] | None = None
@@ -277,7 +277,7 @@ class Fragment:
         with state.clock.measure("seconds"):
             state.shard.prepare(state.overlap if state.observe else None, state.options)
             decisions = self._background.turn(state)
-        flight.turned = True
+        flight.reduced = True
         report = self._report(state, decisions)
         flight.non_finite = report.non_finite
         return report
@@ -310,17 +310,17 @@ class Fragment:
         self._flight = None
 
     @property
-    def phase(self) -> Literal["home", "sent", "turned", "received"]:
-        """Where the round in flight is."""
+    def phase(self) -> Literal["idle", "sending", "reduced", "gathered"]:
+        """Where the round in flight is; idle while there is none."""
         if self._flight is None:
-            return "home"
+            return "idle"
         if self._flight.result is not None:
-            return "received"
-        return "turned" if self._flight.turned else "sent"
+            return "gathered"
+        return "reduced" if self._flight.reduced else "sending"
 
     @property
     def non_finite(self) -> list[int]:
-        """The workers with non-finite values in the round in flight, once it has turned."""
+        """The workers with non-finite values in the round in flight, once it is reduced."""
         return [] if self._flight is None else self._flight.non_finite
 
     def resume(self, non_finite: list[int]) -> None:
@@ -329,7 +329,7 @@ class Fragment:
         Args:
             non_finite: the property of that name, at the time of the save.
         """
-        self._flight = _Flight(turned=True, result=flattened(self.state.gather_anchor()), non_finite=non_finite)
+        self._flight = _Flight(reduced=True, result=flattened(self.state.gather_anchor()), non_finite=non_finite)
 
     def _require_flight(self) -> _Flight:
         assert self._flight is not None, "no round of this fragment is in flight"
