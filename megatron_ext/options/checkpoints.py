@@ -12,7 +12,6 @@ from megatron_ext.options.common_verdicts import (
     HOT_BOOKKEEPING,
     HOT_OTHER_WAYS,
     HOT_SKIPPED,
-    ON_GPU_ALONE_HOT,
     OTHER_WAYS,
     PEER_ON_A_GPU,
     PEERS,
@@ -81,6 +80,9 @@ _SUMS_OF_ONE_INSTANCE = refused(
     "drop one of them",
 )
 _HOT_DUMPS = tested(f"{STRATEGIES}test_checkpoints.py::test_dumps_have_the_gradients_of_all_strategies")
+_LAYERS_OF_HOME = refused(
+    "Megatron looks into the layers of the model that it builds, home's; what guests compute would be missing"
+)
 _NO_TYPE = refused(
     "Megatron fails at the first of these checkpoints", "add --non-persistent-ckpt-type global, or drop it"
 )
@@ -211,7 +213,7 @@ CHECKPOINTS = (
             f"--save-{what}-interval",
             cpu=needs_gpu("Megatron looks for the layers of Transformer Engine, and fails where there is none"),
             local_sgd=_WORKERS_DUMPS_ON_TE,
-            hot_switch=ON_GPU_ALONE_HOT,
+            hot_switch=_LAYERS_OF_HOME,
             sync_service=PEER_ON_A_GPU,
         )
         for what in ("activations", "dgrads", "tokens-per-expert")

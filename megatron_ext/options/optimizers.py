@@ -246,7 +246,7 @@ OPTIMIZERS = (
             "--local-sgd-use-async",
             refused("Megatron adds what is in that file to --iterations-to-skip, which is refused with rounds by time"),
         ),
-        hot_switch=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
+        hot_switch=HOT_SKIPPED,
         sync_service=refused("Megatron adds what is in that file to --iterations-to-skip, which is refused"),
     ),
     row(

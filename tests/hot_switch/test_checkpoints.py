@@ -11,6 +11,7 @@ from tests.support.every_run import one_of_each
 from tests.support.main_values import main_values
 from tests.support.presets import MOE, PRECISIONS, toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
+from tests.support.rejected_iterations import write_rejected
 
 HOT = (["1,2,1", "2,1,1", "1,1,2"], [32, 16, 8, 0])
 REPLICAS = (["2,1,1", "1,2,1"], [32, 12, 0])
@@ -378,7 +379,9 @@ def test_skipped_iterations_read_their_sequences(tmp_path):
     lasting = {"non_persistent_ckpt_type": "global", "non_persistent_save_interval": 1}
     skipping = hot_run(*REPLICAS, **options, **saving, **lasting, iterations_to_skip=[1, 3])
     assert losses(skipping) == losses(whole)[1:2]
-    resumed = hot_run(*REPLICAS, **options, **lasting, load=os.fspath(tmp_path), iterations_to_skip=[1, 3])
+    # Megatron takes those that a run before found wanting from a file of it.
+    from_file = {"result_rejected_tracker_filename": write_rejected(tmp_path / "rejected", 1, 3)}
+    resumed = hot_run(*REPLICAS, **options, **lasting, load=os.fspath(tmp_path), **from_file)
     assert losses(resumed) == losses(whole)[3:]
 
 

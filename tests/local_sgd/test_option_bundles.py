@@ -17,6 +17,7 @@ from tests.support.option_bundles import (
 )
 from tests.support.presets import LAYOUTS
 from tests.support.pretrain import as_worker, run_pretrain
+from tests.support.rejected_iterations import write_rejected
 from tests.sync_service.jobs import remember_samples
 
 PRECISION = "bf16-distopt-overlap"
@@ -135,7 +136,6 @@ def test_a_worker_is_a_stock_job_until_a_round_and_a_resume_keeps_the_bits(tmp_p
     assert [rank.losses for rank in resumed] == [rank.losses[RESUMED:] for rank in whole]
 
 
-REJECTED = "ts=0 node=a device=0 jobID={} rank=0 iteration={} status=rerun_disabled result=0 message=''\n"
 STREAMING = {
     "local_sgd_fragments": 2,
     "local_sgd_sync_interval": 4,
@@ -156,10 +156,8 @@ def test_skipped_iterations_are_no_steps_and_a_resume_keeps_the_bits(tmp_path):
     begun = {**options, **saving, **lasting, "exit_interval": 5}
     run_pretrain(arguments("dp2", PRECISION, workers=2, **begun), 4)
     # What ends a run is a lasting one.
-    rejected = tmp_path / "rejected"
-    rejected.write_text("".join(REJECTED.format(job, iteration) for iteration in (3, 8) for job in (1, 2)))
     resumed = {**options, **lasting, "load": str(tmp_path), "iterations_to_skip": None}
-    resumed["result_rejected_tracker_filename"] = str(rejected)
+    resumed["result_rejected_tracker_filename"] = write_rejected(tmp_path / "rejected", 3, 8)
     kept = sorted(path.name for path in (tmp_path / "non_persistent").glob("iter_*"))
     assert kept == ["iter_0000004", "iter_0000005"]
     ended = run_pretrain(arguments("dp2", PRECISION, workers=2, **resumed), 4)
