@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 
 from megatron_ext.simulate.time_ledger import CAUSES, Cause
-from megatron_ext.sync_service.protocol.durations import ALIVE_HEARTBEATS, HEARTBEAT_SECONDS
 from megatron_ext.sync_service.protocol.report import Progress
 
 __all__ = ["ServicePeer"]
@@ -21,7 +20,8 @@ class ServicePeer:
         base: the round whose values its interval began with.
         place: how far its training was then.
         life: which process of the peer this is; what an earlier one had planned is void.
-        gone_from: when the server knows that that process has not started; infinity while it is alive.
+        alive: whether that process has started.
+        gone_from: when the server knows that it has not; infinity while it is alive, or where it sends no heartbeats.
         repeating: whether it makes an interval again whose contribution is on record.
         applied: whether the round of the interval before is done, so that this one may end.
         awaited: whether a contribution of it is on record, whose round is not made.
@@ -38,6 +38,7 @@ class ServicePeer:
         self.base = 0
         self.place = Progress(0, 0, 0.0, 1)
         self.life = 1
+        self.alive = True
         self.gone_from = math.inf
         self.repeating = False
         self.applied = True
@@ -49,11 +50,6 @@ class ServicePeer:
         self._waits_for: Cause | None = None
         self._since = 0.0
         self._trains_until = 0.0
-
-    @property
-    def alive(self) -> bool:
-        """Whether its process has started."""
-        return self.gone_from == math.inf
 
     @property
     def is_waiting(self) -> bool:
@@ -88,7 +84,7 @@ class ServicePeer:
 
     def start_again(self) -> None:
         """Let the peer's next process begin."""
-        self.gone_from = math.inf
+        self.alive, self.gone_from = True, math.inf
 
     def lose_interval(self, now: float) -> None:
         """Give what has been made of the interval that has begun its cause: it is not contributed."""
@@ -96,13 +92,13 @@ class ServicePeer:
         self.time["lost"] += self.made[1] - ahead
         self.made = 0, 0.0
 
-    def die(self, now: float) -> None:
-        """Lose everything but what is on record at the server."""
+    def die(self, now: float, silence: float) -> None:
+        """Lose everything but what is on record at the server, which knows of it after `silence` seconds."""
         self.lose_interval(now)
         if not self.awaited:
             self.resolve(counted=False)
         self.life, self.repeating = self.life + 1, False
-        self.gone_from = now + ALIVE_HEARTBEATS * HEARTBEAT_SECONDS
+        self.alive, self.gone_from = False, now + silence
         self._change("restarting", now)
 
     def end(self, now: float) -> None:

@@ -30,9 +30,6 @@ from megatron_ext.sync_service.rounds.round import RunState
 __all__ = ["ServiceLoad", "ServiceRun", "more_that_count"]
 
 _RUN = "simulated"
-_KEPT = 16
-"""Rounds whose values asynchronous peers may resume from."""
-
 _ROUNDING = 1e-6
 """Seconds before its end at which a grace window is over; more where the clock itself is that coarse."""
 
@@ -76,6 +73,12 @@ class ServiceLoad:
 
     restart_seconds: float
     """From a failure until the peer asks where to resume."""
+
+    silence: float
+    """Seconds from a failure until the server knows of it; infinity where peers send no heartbeats."""
+
+    kept: int
+    """Rounds whose values the server has, from which an interval may have begun that a peer resumes."""
 
     steps: int
     """That all peers together are to make."""
@@ -334,7 +337,7 @@ class ServiceRun:
         if peer.transfer is not None:
             self._up.cancel(peer.transfer)
             peer.transfer = None
-        peer.die(self._queue.now)
+        peer.die(self._queue.now, self._load.silence)
         self._consider()
         self._after(self._load.restart_seconds, peer, self._resume)
 
@@ -354,7 +357,7 @@ class ServiceRun:
             begin=peer.place,
             now=peer.place,
         )
-        kept = range(max(newest.number - _KEPT, 0), newest.number + 1)
+        kept = range(max(newest.number + 1 - self._load.kept, 0), newest.number + 1)
         answer = decide(self._state.ledger(_RUN, peer.name, kept), claim)
         peer.applied = True
         if isinstance(answer, Continue):

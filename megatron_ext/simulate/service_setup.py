@@ -18,8 +18,10 @@ from megatron_ext.simulate.step_timer import StepTimer
 from megatron_ext.simulate.training_work import SimulatedTraining
 from megatron_ext.sync_service.megatron.arguments import SyncServiceConfig
 from megatron_ext.sync_service.protocol.catalog import Catalog, TensorSpec
+from megatron_ext.sync_service.protocol.durations import ALIVE_HEARTBEATS
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.rounds.config import RunConfig
+from megatron_ext.sync_service.rounds.presence import silence
 from megatron_ext.sync_service.shards.sharding import assign, part_of
 
 __all__ = ["ServiceSetup"]
@@ -181,6 +183,8 @@ class ServiceSetup:
             server_link=_BYTES_PER_GBIT * self.server.server_bandwidth / part,
             mean_life=3600 * peers.mtbf_hours / peers.peer_gpus,
             restart_seconds=peers.restart_seconds,
+            silence=silence(ALIVE_HEARTBEATS * service.sync_service_heartbeat_seconds),
+            kept=self.server.keep_snapshots,
             steps=peers.peers * self.training.steps,
         )
         found = ServiceRun(self.run_config.policy, load, self._timer, peers.seed).run()

@@ -98,6 +98,10 @@ class SimulatedServer:
     shards: int = 1
     """Servers that have a part of the values each, and such a link and such a speed each"""
 
+    keep_snapshots: int = 2
+    """As the server's field of that name: a peer that has failed resumes its interval if the values that it began with
+    are among these rounds'"""
+
     rounds: str = "synchronous"
     """'synchronous' or 'asynchronous', as the run's field of that name"""
 
@@ -112,7 +116,8 @@ class SimulatedServer:
 
     def problems(self) -> list[str]:
         """Return what cannot be and is not the run's own to check, one sentence each."""
-        rules = {"server_bandwidth": BANDWIDTH, "reduction": BANDWIDTH, "shards": NumberRule(least=1)}
+        rules = {"server_bandwidth": BANDWIDTH, "reduction": BANDWIDTH}
+        rules |= dict.fromkeys(("shards", "keep_snapshots"), NumberRule(least=1))
         return number_problems(self, rules)
 
     def problems_among(self, peers: int) -> list[str]:

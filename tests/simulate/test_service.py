@@ -172,6 +172,28 @@ def test_a_failure_costs_a_peer_its_interval_and_the_others_the_wait():
     assert run.time["waiting"] > 0
 
 
+def test_a_round_waits_for_a_failed_peer_until_its_heartbeats_have_failed_to_come():
+    peers = {"peers": 8, "mtbf_hours": 4.0, "restart_seconds": 3000.0, "seed": 1}
+    server = {"quorum": 4, "grace_seconds": 200.0}
+    waits = [
+        setup_of(peers=peers, server=server, steps=3000, sync_service_heartbeat_seconds=seconds).run().time["waiting"]
+        for seconds in (1.0, 20.0, 0.0)
+    ]
+    # Without heartbeats a round waits for as long as its grace window says.
+    assert waits[0] < 0.8 * waits[1] and waits[1] < 0.8 * waits[2]
+
+
+def test_an_asynchronous_peer_resumes_its_interval_while_the_server_keeps_the_values_that_it_began_with():
+    peers = {"mtbf_hours": 0.2, "restart_seconds": 60.0}
+    few, many = (
+        setup_of(peers=peers, server={"rounds": "asynchronous", "keep_snapshots": kept}, steps=3000).run()
+        for kept in (1, 100)
+    )
+    assert few.failures > 10 and many.failures > 10
+    # Values that are gone have to be replaced by the newest ones.
+    assert few.time["sending"] > many.time["sending"]
+
+
 def test_a_thousand_peers_are_simulated():
     peers = {"peers": 1000, "jitter": 0.1, "mtbf_hours": 20.0, "slow_peers": 50, "slow_factor": 1.5}
     run = setup_of(peers=peers, server={"quorum": 900, "grace_seconds": 10.0, "reduction": 1e5}).run()

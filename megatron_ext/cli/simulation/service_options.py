@@ -12,7 +12,10 @@ from megatron_ext.phrases import as_field
 __all__ = ["peer_flags", "why_refused"]
 
 _SIMULATED = frozenset(
-    ("sync_service_interval", "sync_service_interval_seconds", "sync_service_delay", "sync_service_codec")
+    (
+        *("sync_service_interval", "sync_service_interval_seconds", "sync_service_delay", "sync_service_codec"),
+        "sync_service_heartbeat_seconds",
+    )
 )
 
 _REASONS = {

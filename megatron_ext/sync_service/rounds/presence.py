@@ -15,11 +15,20 @@ from collections.abc import Iterable
 from megatron_ext.phrases import listed
 from megatron_ext.sync_service.protocol.durations import LONGEST_ALIVE_SECONDS
 
-__all__ = ["LEAST_SILENCE", "Presence"]
+__all__ = ["LEAST_SILENCE", "Presence", "silence"]
 
 LEAST_SILENCE = 5.0
 """Seconds for which a process has to say nothing until it is gone, however often it sends heartbeats: threads of a busy
 machine come that late."""
+
+
+def silence(alive_seconds: float) -> float:
+    """Return for how many seconds a process says nothing until it is gone; infinity where it sends no heartbeats.
+
+    Args:
+        alive_seconds: for which it counts as alive after each of its calls; 0 without heartbeats.
+    """
+    return max(alive_seconds, LEAST_SILENCE) if alive_seconds else math.inf
 
 
 class Presence:
@@ -79,7 +88,7 @@ class Presence:
         if not self.is_known(peer):
             return math.inf
         seconds = self._alive_seconds[peer]
-        return self._heard(peer) + (max(seconds, LEAST_SILENCE) if seconds else 0.0)
+        return self._heard(peer) + (silence(seconds) if seconds else 0.0)
 
     def silent(self, peers: Iterable[str]) -> list[str]:
         """Return of which peers the process sent heartbeats and has stopped; not of those that said that they end."""
