@@ -8,6 +8,7 @@ import os
 import platform
 import random
 import statistics
+import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,6 +24,8 @@ __all__ = [
     "reaches",
     "report",
 ]
+
+_ROOT = Path(__file__).resolve().parents[1]
 
 DISTRIBUTIONS = ("torch", "megatron-core", "numpy")
 
@@ -150,7 +153,26 @@ def _cpu_model() -> str:
 
 
 def _versions() -> dict[str, str]:
+    found = {name: metadata.version(name) for name in DISTRIBUTIONS}
+    return {"megatron-ext": _own_version(), "python": platform.python_version(), **found}
+
+
+def _own_version() -> str:
+    """Return this package's version, with the commit of a checkout, and `with changes` where it is not that commit."""
     from megatron_ext import __version__
 
-    found = {name: metadata.version(name) for name in DISTRIBUTIONS}
-    return {"megatron-ext": __version__, "python": platform.python_version(), **found}
+    commit = _git("rev-parse", "--short", "HEAD")
+    if not commit:
+        return __version__
+    # A run changes docs and tables by itself.
+    changes = " with changes" if _git("status", "--porcelain", "--", "*.py") else ""
+    return f"{__version__} ({commit}{changes})"
+
+
+def _git(*words: str) -> str:
+    """Return what git says of the checkout; nothing where there is no git, or no checkout."""
+    try:
+        done = subprocess.run(["git", *words], cwd=_ROOT, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""

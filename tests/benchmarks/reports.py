@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ def read_cases(path: Path) -> dict[str, dict[str, Any]]:
     assert content["machine"]["memory_gib"] > 0
     assert {"megatron-ext", "megatron-core", "torch", "python"} <= set(content["versions"])
     assert all(isinstance(version, str) and version for version in content["versions"].values())
+    # Which code it was: a checkout's commit.
+    assert re.fullmatch(r"\S+( \([0-9a-f]{7,}( with changes)?\))?", content["versions"]["megatron-ext"])
     for case in content["cases"]:
         assert set(case) == {"case", "value", "unit", "goal", "direction"}
         assert isinstance(case["case"], TEXT)
