@@ -118,6 +118,11 @@ def draw(seed: int, *, seconds: float, faults_per_hour: float, peers: Sequence[s
         found.append(
             Fault(kind=name, at=round(at, 2), seconds=round(lasts, 2), target=target, dice=more)
         )
+    if not found:
+        raise UserError(
+            f"--seed {seed}: no fault fits into {seconds / 60:g} minutes at {faults_per_hour:g} an hour; "
+            "raise --minutes or --faults-per-hour, or take another seed"
+        )
     return tuple(found)
 
 

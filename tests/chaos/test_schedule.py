@@ -39,6 +39,11 @@ def test_ten_minutes_at_sixty_an_hour_have_about_ten():
     assert 9 < sum(counts) / len(counts) < 10.5
 
 
+def test_a_seed_into_whose_time_no_fault_fits_is_refused():
+    with pytest.raises(UserError, match=r"--seed 5: no fault fits into 0\.01 minutes at 60 an hour; raise --minutes"):
+        draw(5, seconds=0.6, faults_per_hour=60, peers=PEERS)
+
+
 @given(st.data())
 def test_shrinking_keeps_what_a_failure_needs_and_little_else(data: st.DataObject):
     faults = draw(data.draw(st.integers(0, 100)), seconds=300, faults_per_hour=600, peers=PEERS)

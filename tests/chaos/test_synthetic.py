@@ -20,7 +20,8 @@ from tests.chaos.synthetic import run_synthetic
 from tests.chaos.task import Task
 from tests.sync_service.service import Zygote
 
-QUICK_SEEDS = (8, 12)
+QUICK_SEEDS = (68, 919)
+"""Rounds of all together in int8, and asynchronous ones in fp32; 14 of the 16 kinds of faults."""
 SEEDS = range(100, 110)
 
 
