@@ -16,7 +16,17 @@ def start_groups():
 
 
 def engine_of(
-    values, *, interval=1, units=None, groups=None, penalty=None, gta=None, streaming=None, observe=False, **outer
+    values,
+    *,
+    interval=1,
+    units=None,
+    names=None,
+    groups=None,
+    penalty=None,
+    gta=None,
+    streaming=None,
+    observe=False,
+    **outer,
 ):
     """Return an engine whose workers are the ranks.
 
@@ -24,6 +34,7 @@ def engine_of(
         values: fp32 tensors, updated in place.
         interval: H.
         units: the unit of every value; by default all belong to one.
+        names: of the values; by default after their units.
         groups: what `start_groups` returned, where it was called already.
         penalty: further fields of `LocalSGDConfig`.
         gta: fields of `GTAConfig`.
@@ -35,10 +46,11 @@ def engine_of(
 
     across, inside = groups or start_groups()
     units = units or ["layer.0"] * len(values)
+    names = names or [f"{unit}.tensor.{index}" for index, unit in enumerate(units)]
     return LocalSGD(
         [
-            SyncedTensor(tensor=value, name=f"{unit}.tensor.{index}", unit=unit)
-            for index, (value, unit) in enumerate(zip(values, units, strict=True))
+            SyncedTensor(tensor=value, name=name, unit=unit)
+            for value, name, unit in zip(values, names, units, strict=True)
         ],
         units=list(dict.fromkeys(units)),
         config=LocalSGDConfig(

@@ -2,6 +2,7 @@
 """Reducers and sparsification: the specified golden values, and what must hold for any input."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megatron_ext.local_sgd import GTAConfig, LocalSGDConfig
 from megatron_ext.outer.penalty import Penalty
 from megatron_ext.outer.reducers.gta import Gta, sparsify
 from megatron_ext.outer.reducers.linear import Linear
+from megatron_ext.outer.reducers.reducer import TermOf
 
 EQUAL, GROWING = [1.0] * 4, [1.0, 2.0, 3.0, 4.0]
 
@@ -87,14 +89,16 @@ def test_magnitude_keeps_the_largest_and_at_least_one(numel, density):
     assert kept.abs().sum() == pytest.approx(float(tensor.abs().sort(descending=True).values[:count].sum()), rel=1e-4)
 
 
-def test_random_masks_depend_on_round_and_worker_and_on_nothing_else():
+def test_random_masks_depend_on_round_worker_and_place_and_on_nothing_else():
     config = GTAConfig(reducer="gta", sparsification_method="random", density=0.5)
     thin, again = config.build().sparsifier, config.build().sparsifier
     tensor = torch.ones(64)
-    masks = [thin(tensor, seed).tolist() for seed in ((0, 1, 0), (0, 1, 1), (1, 1, 0))]
+    first = TermOf(round=1, tensor="w", first=0, worker=0)
+    changes = ({}, {"worker": 1}, {"round": 2}, {"tensor": "v"}, {"first": 64})
+    masks = [thin(tensor, replace(first, **change)).tolist() for change in changes]
     torch.manual_seed(math.prod(range(1, 9)))
-    assert again(tensor, (0, 1, 0)).tolist() == masks[0]
-    assert len({tuple(mask) for mask in masks}) == 3
+    assert again(tensor, replace(first)).tolist() == masks[0]
+    assert len({tuple(mask) for mask in masks}) == len(changes)
 
 
 def test_of_equal_elements_the_first_are_kept_so_that_replicas_lose_the_same_ones():

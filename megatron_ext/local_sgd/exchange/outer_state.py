@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from megatron_ext.local_sgd.exchange.compressed import CompressedRound
 from megatron_ext.local_sgd.exchange.eager import EagerRound
 from megatron_ext.local_sgd.exchange.host_memory import HostMemory
 from megatron_ext.local_sgd.exchange.owned import OwnedRuns
-from megatron_ext.local_sgd.exchange.owner_shard import OuterShard
+from megatron_ext.local_sgd.exchange.owner_shard import OuterShard, TensorPart
 from megatron_ext.local_sgd.exchange.segments import ElementRun
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.outer_optimizer import averages_values, build_outer_optimizer, outer_states_per_anchor
@@ -225,9 +225,8 @@ class OuterState:
         reducer = self._gta.build()
         self._shard = OuterShard(
             anchors,
-            [self._ranges(run, lambda entry: True) for _, run in self._owned.numbered],
-            [self._ranges(run, lambda entry: entry.counted) for _, run in self._owned.numbered],
-            [self._ranges(run, lambda entry: entry.on_two_stages) for _, run in self._owned.numbered],
+            [list(self._parts(run)) for _, run in self._owned.numbered],
+            [self._counted(run) for _, run in self._owned.numbered],
             optimizer=build_outer_optimizer(self._outer, anchors),
             reducer=reducer,
             sparsifier=reducer.sparsifier,
@@ -240,12 +239,17 @@ class OuterState:
         )
         return self._shard
 
-    def _ranges(self, run: ElementRun, wanted: Callable[[SyncedTensor], bool]) -> list[tuple[int, int]]:
-        """Return where the pieces of a run are that belong to tensors that are wanted."""
-        ranges = []
-        offset = 0
+    def _parts(self, run: ElementRun) -> Iterator[TensorPart]:
+        """Yield what a run is made of."""
+        start = 0
         for piece in run.pieces:
-            if wanted(self._synced[piece.index]):
-                ranges.append((offset, offset + piece.numel))
-            offset += piece.numel
-        return ranges
+            entry, stop = self._synced[piece.index], start + piece.numel
+            yield TensorPart(
+                start=start, stop=stop, tensor=entry.name, first=piece.start, is_dense=entry.on_two_stages
+            )
+            start = stop
+
+    def _counted(self, run: ElementRun) -> list[tuple[int, int]]:
+        """Return where the pieces of a run are that count in norms."""
+        parts = zip(self._parts(run), run.pieces, strict=True)
+        return [(part.start, part.stop) for part, piece in parts if self._synced[piece.index].counted]

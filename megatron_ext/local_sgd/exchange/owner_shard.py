@@ -5,20 +5,41 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from megatron_ext.local_sgd.exchange.host_memory import HostMemory
 from megatron_ext.outer.optimizers.base import OuterOptimizer
 from megatron_ext.outer.penalty import Verdict
-from megatron_ext.outer.reducers.reducer import Reducer, Sparsifier
+from megatron_ext.outer.reducers.reducer import Reducer, Sparsifier, TermOf
 from megatron_ext.outer.weighted_sum import weighted_mean
 from megatron_ext.transport.collectives import CACHED_NUMEL
 
-__all__ = ["OuterShard", "Ranges"]
+__all__ = ["OuterShard", "Ranges", "TensorPart"]
 
 Ranges = Sequence[tuple[int, int]]
 """(first element, one past the last) of parts of a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorPart:
+    """A tensor, or a part of one, in a run."""
+
+    start: int
+    """Its first element in the run."""
+
+    stop: int
+    """One past its last element there."""
+
+    tensor: str
+    """The tensor's name."""
+
+    first: int
+    """Which element of the tensor the first one is."""
+
+    is_dense: bool
+    """Whether it is not thinned out."""
 
 
 class OuterShard:
@@ -32,9 +53,8 @@ class OuterShard:
     def __init__(
         self,
         anchors: list[torch.Tensor],
-        tensors: Sequence[Ranges],
+        tensors: Sequence[Sequence[TensorPart]],
         counted: Sequence[Ranges],
-        dense: Sequence[Ranges],
         *,
         optimizer: OuterOptimizer,
         reducer: Reducer,
@@ -49,9 +69,8 @@ class OuterShard:
 
         Args:
             anchors: fp32, 1-D, one per run; updated in place.
-            tensors: where each run's tensors, or parts of tensors, are.
+            tensors: what each run is made of.
             counted: the ranges of each run that count in norms.
-            dense: those of `tensors` that are not thinned out.
             optimizer: the outer optimizer over the anchors.
             reducer: makes one pseudo-gradient of several.
             sparsifier: thins out every worker's pseudo-gradient of a tensor before they are reduced.
@@ -66,7 +85,6 @@ class OuterShard:
         self.optimizer = optimizer
         self._tensors = tensors
         self._counted = counted
-        self._dense = [set(ranges) for ranges in dense]
         self._reducer = reducer
         self._sparsifier = sparsifier
         self._worker = worker
@@ -154,7 +172,7 @@ class OuterShard:
             torch.sub(self.anchors[run], own, out=out)
 
     def reduce(
-        self, run: int, terms: list[torch.Tensor], verdict: Verdict, square: torch.Tensor, seed: tuple[int, ...]
+        self, run: int, terms: list[torch.Tensor], verdict: Verdict, square: torch.Tensor, number: int
     ) -> None:
         """Put the common pseudo-gradient, or the mean of the values, in the place of this rank's own term.
 
@@ -163,18 +181,20 @@ class OuterShard:
             terms: see the class.
             verdict: which workers count, and how much.
             square: to which the squared norm of the result is added.
-            seed: of the random numbers, with the worker's number: the same whenever this round is made.
+            number: of the round.
         """
         own = terms[self._worker]
         if not verdict.accepted:
             own.zero_()
             return
         with self._anchor_here(run):
-            for start, part in self._reduced_parts(run):
+            for start, part, of in self._reduced_parts(run):
                 gradients = [self._term(run, part, terms[worker]) for worker in verdict.accepted]
-                if self._sparsifier is not None and (start, part.stop) not in self._dense[run]:
+                if self._sparsifier is not None and of is not None and not of.is_dense:
                     gradients = [
-                        self._sparsifier(gradient, (*seed, start, worker))
+                        self._sparsifier(
+                            gradient, TermOf(round=number, tensor=of.tensor, first=of.first, worker=worker)
+                        )
                         for gradient, worker in zip(gradients, verdict.accepted, strict=True)
                     ]
                 own[part] = self._reducer(gradients, verdict.weights)
@@ -191,14 +211,14 @@ class OuterShard:
         anchor = self.anchors[run][part]
         return torch.sub(anchor, term[part], out=None if out is None else out[: anchor.numel()])
 
-    def _reduced_parts(self, run: int) -> Iterator[tuple[int, slice]]:
-        """Yield (start, slice) of what is reduced at once."""
+    def _reduced_parts(self, run: int) -> Iterator[tuple[int, slice, TensorPart | None]]:
+        """Yield (start, slice) of what is reduced at once, and what it is where that matters."""
         if self._sparsifier is None:
-            yield from self._parts(run, self._elementwise_numel)
+            yield from ((start, part, None) for start, part in self._parts(run, self._elementwise_numel))
         else:
             # Tensor by tensor: one that the ranks of a worker hold twice must lose the same elements on all of them,
             # whatever it is packed with.
-            yield from ((start, slice(start, stop)) for start, stop in self._tensors[run])
+            yield from ((of.start, slice(of.start, of.stop), of) for of in self._tensors[run])
 
     def step(self, run: int, own: torch.Tensor, coefficient: float | None) -> None:
         """Move the anchor by what `reduce` has made, and put it in the place of that.

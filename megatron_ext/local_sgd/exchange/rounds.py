@@ -242,7 +242,7 @@ def decide_and_step(
     common: dict[int, torch.Tensor] = {}
     for run, unit, terms in each():
         with state.clock.measure("applying"):
-            shard.reduce(run, terms, verdicts[unit], squares[-1, unit], (state.number, run))
+            shard.reduce(run, terms, verdicts[unit], squares[-1, unit], state.number)
         common[run] = terms[owned.worker]
     judge.add_up(squares[-1])
     coefficients = judge.coefficients(squares[-1])

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import ClassVar, Literal
 
 import torch
 
 from megatron_ext.outer.reducers.linear import Linear
-from megatron_ext.outer.reducers.reducer import OPTIONS, Reducer, Sparsifier
+from megatron_ext.outer.reducers.reducer import OPTIONS, Reducer, Sparsifier, TermOf
 from megatron_ext.outer.weighted_sum import relative, weighted_sum
 
 __all__ = ["Gta", "sparsify"]
@@ -59,9 +59,9 @@ class Gta(Reducer):
         if method is None:
             return None
 
-        def thin(tensor: torch.Tensor, seed: tuple[int | str, ...]) -> torch.Tensor:
+        def thin(tensor: torch.Tensor, of: TermOf) -> torch.Tensor:
             # A digest, because torch's generator wants one number and neighbouring seeds should differ in many bits.
-            digest = hashlib.blake2b(repr(seed).encode(), digest_size=7).digest()
+            digest = hashlib.blake2b(repr(astuple(of)).encode(), digest_size=7).digest()
             generator = torch.Generator(device=tensor.device).manual_seed(int.from_bytes(digest))
             return sparsify(tensor, self.density, method, generator)
 

@@ -9,19 +9,42 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
 from megatron_ext.outer.places import Where
 
-__all__ = ["OPTIONS", "Reducer", "Sparsifier"]
+__all__ = ["OPTIONS", "Reducer", "Sparsifier", "TermOf"]
 
 OPTIONS = ("consensus_method", "sparsification_method", "normalize", "density", "int8_mask")
 """Fields of `GTAConfig` that a reducer may be made with."""
 
-Sparsifier = Callable[[torch.Tensor, tuple[int | str, ...]], torch.Tensor]
-"""`sparsifier(tensor, seed)`: the tensor with only a part of its elements; `seed` names round, tensor and worker."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TermOf:
+    """Whose pseudo-gradient something is, of what and when.
+
+    Random numbers are drawn from it, so that they are the same in a job and at a server.
+    """
+
+    round: int
+    """Its number, from 1."""
+
+    tensor: str
+    """Its name."""
+
+    first: int
+    """The first element of the tensor, in row-major order of what a rank holds of it."""
+
+    worker: int
+    """Which worker's, or peer's."""
+
+
+Sparsifier = Callable[[torch.Tensor, TermOf], torch.Tensor]
+"""`sparsifier(values, of)`: the values with only a part of their elements."""
 
 
 class Reducer(ABC):

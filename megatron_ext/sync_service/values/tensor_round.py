@@ -17,7 +17,7 @@ from megatron_ext.outer.outer_optimizer import averages_values, build_outer_opti
 from megatron_ext.outer.penalty import Verdict
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.outer.reducers.linear import Linear
-from megatron_ext.outer.reducers.reducer import Reducer
+from megatron_ext.outer.reducers.reducer import Reducer, TermOf
 from megatron_ext.sync_service.disk.snapshot import CheckedRead, Snapshot
 from megatron_ext.sync_service.disk.snapshot_names import state_name
 from megatron_ext.sync_service.disk.snapshot_writer import SnapshotWriter
@@ -99,6 +99,7 @@ class TensorRound:
         """
         self.is_exact = codec == "fp32" or before is None
         self._config = optimizer
+        self._number = number
         self._options = optimizer.options_of_round(number)
         self._per_step = per_step
         self._codec = result_codec or codec
@@ -260,7 +261,8 @@ class TensorRound:
                 if takes_values:
                     term = sources.values(anchor, uploaded)
                 elif self._sparsifier is not None and self._before is not None and not spec.owners:
-                    term = self._sparsifier(term, (self._before.path.stem, spec.name, contributors[place].index))
+                    of = TermOf(round=self._number, tensor=spec.name, first=0, worker=contributors[place].index)
+                    term = self._sparsifier(term, of)
                 yield self._memory("total", term.numel()).copy_(term) if is_first else term
                 is_first = False
 

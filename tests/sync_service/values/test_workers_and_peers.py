@@ -40,6 +40,8 @@ REDUCERS: dict[str, dict[str, Any]] = {
     "sum": {"reducer": "gta", "consensus_method": "sum"},
     "count": {"reducer": "gta", "consensus_method": "count", "int8_mask": True},
     "magnitude": {"reducer": "gta", "sparsification_method": "magnitude", "density": 0.3},
+    "random": {"reducer": "gta", "sparsification_method": "random", "density": 0.3},
+    "rescaled random": {"reducer": "gta", "sparsification_method": "rescaled_random", "density": 0.3},
 }
 """By name, fields of `GTAConfig`."""
 
@@ -57,6 +59,10 @@ SAME: dict[str, dict[str, dict[str, Any]]] = {
 
 CLOSE: dict[str, dict[str, dict[str, Any]]] = {
     "weights by norms": {"penalty": {"pseudo_gradnorm_reduce": True, "weight_scale_free": True}},
+    "a sum by norms": {
+        "gta": {"reducer": "gta", "consensus_method": "sum", "normalize": False},
+        "penalty": {"pseudo_gradnorm_reduce": True},
+    },
     "clipped": {"penalty": {"clip_pseudo_grad": 1.0}},
     "clipped mean": {"outer": {"outer_optimizer": "none"}, "penalty": {"clip_pseudo_grad": 1.0}},
 }
@@ -96,7 +102,8 @@ def in_jobs(folder: Path, cases: dict[str, dict[str, dict[str, Any]]]) -> None:
         values = start(shapes_of(settings))
         units = [name.rpartition(".")[0] for name in values]
         kinds = {kind: fields for kind, fields in settings.items() if kind != "outer"}
-        engine = engine_of(list(values.values()), units=units, groups=groups, **kinds, **settings.get("outer", {}))
+        named = {"units": units, "names": list(values), "groups": groups}
+        engine = engine_of(list(values.values()), **named, **kinds, **settings.get("outer", {}))
         engine.take_anchor()
         rounds = found[name] = []
         for number in range(1, ROUNDS + 1):
