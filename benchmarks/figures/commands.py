@@ -246,6 +246,12 @@ COMMANDS = (
         minutes=0.3,
     ),
     Command(
+        name="hot_switch_plan_joint",
+        line="megatron-ext hot-switch plan --model llama-13b --strategies 3,4,2 12,2,1 "
+        "&& megatron-ext hot-switch plan --model llama-13b --strategies 3,4,2 12,2,1 --algorithm joint",
+        minutes=0.2,
+    ),
+    Command(
         name="hot_switch_suggest",
         line=f"{_CORPUS} && megatron-ext hot-switch suggest --model llama-7b --gpus 8 "
         "--lengths outputs/tutorial/corpus --context 32768",

@@ -96,7 +96,7 @@ def add_parser(subparsers: Any) -> None:
     )
     plan.add_argument(
         "--algorithm",
-        choices=("balanced", "greedy", "round-robin", "fcfs"),
+        choices=("balanced", "joint", "greedy", "round-robin", "fcfs"),
         default="balanced",
         help="who sends what several ranks hold (default %(default)s; the others are there to compare)",
     )

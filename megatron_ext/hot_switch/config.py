@@ -43,7 +43,8 @@ class HotSwitchConfig(FromArgs):
     receiver's node is taken."""
 
     hot_switch_algorithm: str = "balanced"
-    """How senders are chosen where several ranks hold the same part: balanced, greedy, round-robin or fcfs."""
+    """How senders are chosen where several ranks hold the same part: balanced, joint (links within and between nodes
+    together), greedy, round-robin or fcfs."""
 
     hot_switch_attention: str = "documents"
     """How attention is computed in packed rows. documents: one document at a time, by torch's scaled dot product

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who sends a slice when several ranks hold it: four rules, each a function from demands to senders.
+"""Who sends a slice when several ranks hold it: five rules, each a function from demands to senders.
 
-HotSPa's names for them are NEW_GREEDY (`balanced`), GREEDY, ROUND_ROBIN and FCFS.
+HotSPa's names for four of them are NEW_GREEDY (`balanced`), GREEDY, ROUND_ROBIN and FCFS; it has none for `joint`.
 """
 
 from __future__ import annotations
@@ -44,6 +44,27 @@ def balanced(world_size: int) -> ChooseSenders:
                 between[sender] += slice_bytes
                 heapreplace(heap, (between[sender], sender))
             senders.append(sender)
+        return senders
+
+    return choose
+
+
+def joint(world_size: int) -> ChooseSenders:
+    """Return the rule that loads all senders alike over both links together, and stays within the node where it can.
+
+    As many bytes cross between nodes as with `balanced`, but who has many of those to send is spared within its node.
+    So the busiest rank sends less in all, and may send more between nodes: for ranks whose links share one port.
+    """
+    sent = [0] * world_size
+
+    def choose(demands: Sequence[Demand], slice_bytes: int) -> list[int]:
+        senders = [0] * len(demands)
+        candidates = [demand.near_owners or demand.owners for demand in demands]
+        # Who has no choice comes first, so that those who have one can make up for it.
+        for number in sorted(range(len(demands)), key=lambda number: len(candidates[number])):
+            sender = min(candidates[number], key=sent.__getitem__)
+            sent[sender] += slice_bytes
+            senders[number] = sender
         return senders
 
     return choose
@@ -93,6 +114,7 @@ def fcfs(world_size: int) -> ChooseSenders:
 
 ALGORITHMS: dict[str, Callable[[int], ChooseSenders]] = {
     "balanced": balanced,
+    "joint": joint,
     "greedy": greedy,
     "round-robin": round_robin,
     "fcfs": fcfs,

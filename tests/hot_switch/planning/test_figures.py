@@ -115,6 +115,19 @@ def test_other_ways_to_choose_senders_can_be_compared(algorithm: str, max_sent: 
     assert round(figures.bytes_total / 2**30, 2) == 48.43
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "max_sent", "max_between"), [("balanced", 16.14, 4.08), ("joint", 12.11, 6.06)]
+)
+def test_both_links_together_spare_the_busiest_sender_at_the_same_bytes_between_nodes(
+    algorithm: str, max_sent: float, max_between: float
+) -> None:
+    before, after = Layout(dp=3, tp=4, pp=2), Layout(dp=12, tp=2)
+    figures = measure_plan(plan_switch(PRESETS["llama-13b"], before, after, algorithm=algorithm))
+    assert round(figures.bytes_inter_node / 2**30, 2) == 96.88
+    assert round(figures.max_sent / 2**30, 2) == max_sent
+    assert round(max(figures.sent_between) / 2**30, 2) == max_between
+
+
 @settings(max_examples=40)
 @given(chains())
 def test_figures_are_sums_over_what_each_rank_sends_receives_and_keeps(case: Case) -> None:

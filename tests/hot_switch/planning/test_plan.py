@@ -211,7 +211,7 @@ def test_a_tied_embedding_is_sent_under_the_name_that_each_side_knows() -> None:
         (Layout(dp=2), Layout(dp=4), {}, "the layouts have 2 and 4"),
         (Layout(dp=6), Layout(dp=6), {"gpus_per_node": 4}, "6 ranks do not fill nodes of 4 GPUs"),
         (Layout(dp=2), Layout(dp=2), {"gpus_per_node": 0}, "2 ranks do not fill nodes of 0 GPUs"),
-        (Layout(dp=2), Layout(dp=2), {"algorithm": "best"}, "use one of balanced, greedy, round-robin, fcfs"),
+        (Layout(dp=2), Layout(dp=2), {"algorithm": "best"}, "use one of balanced, joint, greedy, round-robin, fcfs"),
     ],
 )
 def test_a_switch_that_cannot_be_is_refused(

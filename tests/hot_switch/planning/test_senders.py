@@ -44,6 +44,13 @@ def test_balanced_prefers_the_receivers_node_and_counts_both_links_apart() -> No
     assert choices("balanced", (near, 9), (far, 1), (near, 1), (far, 1)) == [[0], [0], [1], [1]]
 
 
+def test_joint_counts_both_links_together_and_serves_who_has_no_choice_first() -> None:
+    near, far = make_route([(0, 1)], [(2,)], 4), make_route([(0, 1)], [(4,)], 4)
+    assert choices("joint", (near, 9), (far, 1), (near, 1), (far, 1)) == [[0], [1], [1], [1]]
+    # Of two slices, rank 0 alone holds the second: it sends that, and its neighbour the first.
+    assert choices("joint", (make_route([(0, 1), (0,)], [(2,), (3,)], 4), 1)) == [[1, 0]]
+
+
 @given(st.lists(st.tuples(st.sampled_from((ACROSS, SPREAD, PAIRS)), st.integers(1, 9)), max_size=8))
 def test_balanced_always_takes_the_least_loaded_candidate(tensors: list[tuple[object, int]]) -> None:
     """Told again without a heap."""
