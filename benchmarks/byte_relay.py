@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A TCP relay that counts: what a connection really carries, with everything that protocols add to messages."""
+"""A TCP relay that counts what a connection really carries, with everything that protocols add to messages, and that
+can make a link narrow or long.
+"""
 
 from __future__ import annotations
 
+import queue
 import socket
 import threading
 import time
@@ -15,20 +18,25 @@ _SLOW_CHUNK = 1 << 16
 
 
 class ByteRelay:
-    """Listens on this machine, and passes on what it gets to another port of it and back."""
+    """Listens on this machine, and passes on what it gets to another port and back."""
 
-    def __init__(self, port: int, *, rate: float | None = None) -> None:
+    def __init__(
+        self, port: int, *, host: str = "127.0.0.1", rate: float | None = None, seconds: float = 0.0
+    ) -> None:
         """Begin to listen.
 
         Args:
             port: where to pass it on to.
+            host: on which machine that is.
             rate: bytes per second of a connection in each direction; as fast as can be when None.
+            seconds: how long everything is on its way, in each direction.
         """
+        self._seconds = seconds
         self._pause = 0.0 if rate is None else 1 / rate
         self._chunk = _CHUNK if rate is None else _SLOW_CHUNK
         self.up = 0
         self.down = 0
-        self._target = port
+        self._target = (host, port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         if rate is not None:
             # What stands in buffers is no longer the sender's, whose pace would not be the link's.
@@ -53,11 +61,12 @@ class ByteRelay:
                 caller, _ = self._listener.accept()
             except OSError:  # closed
                 return
-            server = socket.create_connection(("127.0.0.1", self._target))
+            server = socket.create_connection(self._target)
             threading.Thread(target=self._pass_on, args=(caller, server, True), daemon=True).start()
             threading.Thread(target=self._pass_on, args=(server, caller, False), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, target: socket.socket, is_up: bool) -> None:
+    def _pass_on(self, source: socket.socket, receiver: socket.socket, is_up: bool) -> None:
+        target = _Late(receiver, self._seconds) if self._seconds else receiver
         try:
             while data := source.recv(self._chunk):
                 if is_up:
@@ -71,3 +80,36 @@ class ByteRelay:
         except OSError:  # either side is gone
             source.close()
             target.close()
+
+
+class _Late:
+    """Sends to a socket what it gets so many seconds later, in order."""
+
+    def __init__(self, target: socket.socket, seconds: float) -> None:
+        self._target, self._seconds = target, seconds
+        self._waiting: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+        threading.Thread(target=self._send, daemon=True).start()
+
+    def sendall(self, data: bytes) -> None:
+        """Let bytes set out."""
+        self._waiting.put((time.monotonic() + self._seconds, data))
+
+    def shutdown(self, how: int) -> None:
+        """Let the end set out."""
+        self._waiting.put((time.monotonic() + self._seconds, b""))
+
+    def close(self) -> None:
+        """End the connection."""
+        self._target.close()
+
+    def _send(self) -> None:
+        try:
+            while True:
+                due, data = self._waiting.get()
+                time.sleep(max(due - time.monotonic(), 0.0))
+                if not data:
+                    self._target.shutdown(socket.SHUT_WR)
+                    return
+                self._target.sendall(data)
+        except OSError:  # the other side is gone
+            self._target.close()

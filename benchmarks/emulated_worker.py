@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -210,13 +211,19 @@ def local_sgd(order: dict[str, Any], rank: int, addresses: list[str]) -> dict[st
 
 def service(order: dict[str, Any], rank: int, addresses: list[str]) -> dict[str, Any]:
     """Workers are peers of a sync service."""
+    from benchmarks.byte_relay import ByteRelay
     from megatron_ext.sync_service.channel.connection import ConnectionConfig
     from megatron_ext.sync_service.peer.client import ClientConfig, Report, SyncClient
 
     layers = order["layers"]
     values = {f"layers.{layer}.weight": torch.zeros(order["values"] // layers) for layer in range(layers)}
+    server, stack = order["server"], ExitStack()
+    if order["way_seconds"]:
+        # At the peer's end of its link.
+        host, _, port = server.rpartition(":")
+        server = stack.enter_context(ByteRelay(int(port), host=host, seconds=order["way_seconds"])).address
     config = ClientConfig(
-        connection=ConnectionConfig(server=order["server"], insecure=True),
+        connection=ConnectionConfig(server=server, insecure=True),
         run=order["run"],
         peer=f"peer-{rank}",
         index=rank,
@@ -226,7 +233,7 @@ def service(order: dict[str, Any], rank: int, addresses: list[str]) -> dict[str,
     generator = torch.Generator().manual_seed(rank)
     changes = torch.randn(order["values"] // layers, generator=generator)
     begun = 0.0
-    with SyncClient(config, values) as client:
+    with stack, SyncClient(config, values) as client:
         values = client.start(values)
         for interval in range(order["intervals"] + 1):
             if interval == 1:

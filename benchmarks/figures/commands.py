@@ -78,6 +78,13 @@ COMMANDS = (
         minutes=12,
         needs=("root", "iproute2"),
     ),
+    Command(
+        name="simulated_far",
+        line="python -m benchmarks.simulated --repeats 3 --latency-ms 50 "
+        "--settings 'service, H 20' 'service, H 20, int8'",
+        minutes=5,
+        needs=("root", "iproute2"),
+    ),
     Command(name="diloco_bandwidth", line="python -m benchmarks.diloco_bandwidth", minutes=2),
     Command(name="switch_plan", line="python -m benchmarks.switch_plan", minutes=1),
     Command(name="switch", line="python -m benchmarks.switch", minutes=3),

@@ -44,6 +44,9 @@ GOAL = 0.15
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, simulate and report."""
     options = parser().parse_args(arguments)
+    chosen = [setting for setting in SETTINGS if options.settings is None or setting.name in options.settings]
+    if options.latency_ms and any(setting.kind != "service" for setting in chosen):
+        parser().error("--latency-ms is of a peer's way to the service; give --settings of the service alone")
     for mbits in options.mbits:
         if options.shrink > values_at(mbits) // LEAST_VALUES:
             most = values_at(mbits) // LEAST_VALUES
@@ -58,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"benchmarks.simulated: error: {error}", file=sys.stderr)
         return 2
     rows, cases = [], []
+    far_key = f"_{options.latency_ms:g}ms" if options.latency_ms else ""
     for (mbits, setting), runs in found.items():
         measured, simulated_ = (
             statistics.median(getattr(run, kind) for run in runs) for kind in ("measured", "simulated")
@@ -67,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spread = f"{min(run.measured for run in runs):.3f} - {max(run.measured for run in runs):.3f}"
         signed = f"{100 * min(errors):+.1f} to {100 * max(errors):+.1f}"
         rows.append([setting, f"{mbits}", f"{measured:.3f}", spread, f"{simulated_:.3f}", f"{100 * apart:.1f}", signed])
-        key = f"{setting}_{mbits}mbit".replace(",", "").replace(" ", "_").lower()
+        key = f"{setting}_{mbits}mbit{far_key}".replace(",", "").replace(" ", "_").lower()
         cases.append(Case(case=key, value=apart, unit="of the measured", goal=GOAL, direction="lower"))
     for mbits, seen in links.items():
         stream, exchange = (
@@ -77,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"links of {mbits} Mbit/s carry {min(stream):.0f} to {max(stream):.0f} as one stream, and "
             f"{min(exchange):.0f} to {max(exchange):.0f} from each worker when all send"
         )
-    print(f"{options.workers} workers, {options.repeats} repeats; a step is a pause of {options.step_ms:g} ms\n")
+    far = f"; {options.latency_ms:g} ms to the service, each way" if options.latency_ms else ""
+    print(f"{options.workers} workers, {options.repeats} repeats; a step is a pause of {options.step_ms:g} ms{far}\n")
     print_table(["setting", "Mbit/s", "measured", "of repeats", "simulated", "apart, %", "of repeats"], rows)
     if options.png is not None:
         draw(rows, options.png)
@@ -122,6 +127,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--repeats", type=at_least(1), default=2, help="of everything (2)")
     result.add_argument("--step-ms", type=number_above(0, 1e6), default=50.0, help="of a step (50)")
     names = [setting.name for setting in SETTINGS]
+    result.add_argument(
+        "--latency-ms",
+        type=number_above(0, 10_000, or_equal=True),
+        default=0.0,
+        help="of a peer's way to the service, in each direction, by a relay at the peer (0)",
+    )
     result.add_argument("--settings", nargs="+", action=EachOnce, choices=names, help="which (all)")
     result.add_argument(
         "--nice", type=at_least(-20, 19), default=-15, help="of all processes, on a machine that others use (-15)"

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -162,13 +162,15 @@ def measure_all(
                         delay=setting.delay,
                         log=str(folder / f"{name}.jsonl"),
                         server=address,
+                        way_seconds=options.latency_ms / 1e3,
                         run=name,
                     )
                     is_service = setting.kind == "service"
                     journal = runs / name / "journal.jsonl"
                     reduction = reduction_of(journal, values, options.workers) if is_service else None
                     measured = statistics.fmean(sum(worker["steps"]) / worker["seconds"] for worker in told)
-                    one = Found(measured=measured, simulated=simulated(setting, link, told, values, reduction))
+                    at = replace(link, latency=link.latency + options.latency_ms / 1e3)
+                    one = Found(measured=measured, simulated=simulated(setting, at, told, values, reduction))
                     found.setdefault((mbits, setting.name), []).append(one)
                     print(
                         f"{mbits} Mbit/s, {setting.name}: measured {one.measured:.3f}, simulated {one.simulated:.3f}",

@@ -30,6 +30,13 @@ from megatron_ext.sync_service.rounds.round import RunState
 __all__ = ["ServiceLoad", "ServiceRun", "more_that_count"]
 
 _RUN = "simulated"
+_TO_COMMIT = 2
+"""Messages one after the other from the last value's arrival until a contribution is on record: the receipt, and the
+word that it is whole."""
+
+_TO_VALUES = 3
+"""From a round's commit until its first value arrives: the answer, the request, the values themselves."""
+
 _ROUNDING = 1e-6
 """Seconds before its end at which a grace window is over; more where the clock itself is that coarse."""
 
@@ -208,7 +215,7 @@ class ServiceRun:
             return
         self._bytes += self._load.up
         life = peer.life
-        peer.transfer = self._up.begin(self._load.up, lambda: self._uploaded(peer) if peer.life == life else None)
+        peer.transfer = self._up.begin(self._load.up, lambda: self._arrived(peer) if peer.life == life else None)
 
     def _accepts(self, peer: ServicePeer) -> bool:
         number = peer.base + 1
@@ -219,8 +226,11 @@ class ServiceRun:
             self._state.apply(stale)
         return False
 
-    def _uploaded(self, peer: ServicePeer) -> None:
+    def _arrived(self, peer: ServicePeer) -> None:
         peer.transfer = None
+        self._after(_TO_COMMIT * self._load.latency, peer, self._uploaded)
+
+    def _uploaded(self, peer: ServicePeer) -> None:
         if not self._accepts(peer):
             self._come_too_late(peer)
             return
@@ -256,7 +266,7 @@ class ServiceRun:
                 self._load.down, lambda: self._downloaded(peer, number) if peer.life == life else None
             )
 
-        self._after(self._load.latency, peer, begin)
+        self._after(_TO_VALUES * self._load.latency, peer, begin)
 
     def _downloaded(self, peer: ServicePeer, number: int) -> None:
         peer.base, peer.applied = number, True

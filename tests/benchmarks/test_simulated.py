@@ -69,6 +69,13 @@ def test_the_settings_are_those_that_the_documentation_shows():
     assert {setting.kind for setting in SETTINGS} == {"synchronous", "local_sgd", "service"}
 
 
+def test_a_way_to_the_service_is_refused_for_settings_without_one(capsys):
+    with pytest.raises(SystemExit) as ended:
+        benchmark.main(["--latency-ms", "50", "--settings", "synchronous"])
+    assert ended.value.code == 2
+    assert "--latency-ms is of a peer's way to the service; give --settings of" in capsys.readouterr().err
+
+
 def test_without_the_programs_there_is_one_line(monkeypatch, capsys):
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(os, "setpriority", lambda *_: None)

@@ -59,6 +59,12 @@ def test_peers_share_the_servers_link():
     assert bf16.time["sending"] == pytest.approx(19 * 32)
 
 
+def test_a_round_takes_six_messages_one_after_the_other_beside_its_values():
+    run = setup_of(peers={"latency": 500.0}).run()
+    # First value, receipt, the word that all is there; the answer, the request, first value of the last round but one.
+    assert run.seconds == pytest.approx(10 * (100 + 32 + 32) + 9 * 32 + 0.5 * (10 * 3 + 9 * 3))
+
+
 def test_several_servers_have_a_part_of_the_values_each_and_the_largest_one_counts():
     # Three units of equal size at two servers: one has two of them.
     of_two = {"shards": 2, "server_bandwidth": 2.0}
