@@ -13,7 +13,6 @@ from megatron_ext.options.common_verdicts import (
     HOT_OTHER_WAYS,
     HOT_SKIPPED,
     OTHER_WAYS,
-    PEER_ON_A_GPU,
     PEERS,
     PEERS_ASYNC_SAVE,
     PEERS_BUNDLE,
@@ -33,6 +32,9 @@ _REPLACE = tested(f"{BACKENDS}test_cpu_table.py::test_non_persistent_checkpoints
 _DUMPS = tested(f"{BACKENDS}test_cpu_table.py::test_dumps_have_every_parameter")
 _WORKERS_DUMPS = tested(f"{WORKERS}test_dumps.py::test_a_worker_dumps_what_a_job_of_its_own_would")
 _WORKERS_DUMPS_ON_TE = tested(f"{WORKERS}test_dumps.py::test_what_goes_through_layers_is_dumped_by_worker")
+_PEERS_DUMPS_ON_TE = tested(
+    f"{PEERS}test_dumps.py::test_what_goes_through_a_peers_layers_is_dumped_as_in_a_job_of_its_own"
+)
 _SKIPPED = tested(
     f"{WORKERS}test_option_bundles.py::test_skipped_iterations_are_no_steps_and_a_resume_keeps_the_bits"
 )
@@ -214,7 +216,7 @@ CHECKPOINTS = (
             cpu=needs_gpu("Megatron looks for the layers of Transformer Engine, and fails where there is none"),
             local_sgd=_WORKERS_DUMPS_ON_TE,
             hot_switch=_LAYERS_OF_HOME,
-            sync_service=PEER_ON_A_GPU,
+            sync_service=_PEERS_DUMPS_ON_TE,
         )
         for what in ("activations", "dgrads", "tokens-per-expert")
     ),

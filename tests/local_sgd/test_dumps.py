@@ -11,33 +11,13 @@ import torch
 
 from tests.local_sgd.meetings.test_meeting_runs import by_time
 from tests.local_sgd.runs import arguments, local_run
+from tests.support.dumps import assert_same, dumps, iterations
 from tests.support.every_run import one_of_each
 from tests.support.presets import GROUPED, LAYOUTS
 from tests.support.pretrain import as_worker, run_pretrain
 from tests.support.transformer_engine import accept_transformer_engine
 
 DUMPS = {"save_params_interval": 1, "save_wgrads_interval": 1, "save_interval": 100}
-
-
-def dumps(folder: Path) -> dict[str, torch.Tensor]:
-    """Return every tensor that was dumped into a folder, by file, chunk and name."""
-    return {
-        f"{path.relative_to(folder)}/{chunk}/{name}": value
-        for path in sorted(folder.rglob("*.pth"))
-        for chunk, tensors in torch.load(path).items()
-        for name, value in tensors.items()
-        if isinstance(value, torch.Tensor)
-    }
-
-
-def iterations(folder: Path) -> set[tuple[str, str]]:
-    """Return of what and of which iteration there are dumps."""
-    return {(path.parts[-3], path.parts[-2]) for path in folder.rglob("*.pth")}
-
-
-def assert_same(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == others.keys()
-    assert [name for name, value in ours.items() if not torch.equal(value, others[name])] == []
 
 
 def assert_every_dump_is_a_workers(saved: Path) -> None:
