@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the fork server does once, so that a rank starts in milliseconds instead of ten seconds.
 
+That is, above all, importing what every rank, or every rank of a feature, imports.
+
 What importing `megatron_ext` does, a rank does not see for that reason: tests of that start processes of their own.
 Nothing here may start a thread or touch process groups: the ranks are forked from this process.
 """
@@ -19,9 +21,16 @@ from tests.support.parsers import full_parser
 
 MODULES = (
     "megatron.core",
+    "megatron.core.datasets.blended_megatron_dataset_builder",
+    "megatron.core.datasets.helpers",
+    "megatron.core.datasets.masked_dataset",
+    "megatron.core.dist_checkpointing.gpt_checkpoint_interop",
+    "megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader",
     "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.models.mimo",
     "megatron.core.optimizer",
     "megatron.core.tokenizers.text",  # with all of transformers, where that is installed
+    "megatron.core.tokenizers.text.models",
     "megatron.training",
     "megatron.training.argument_utils",
     "megatron.training.arguments",
@@ -29,16 +38,26 @@ MODULES = (
     "megatron.training.datasets.data_samplers",
     "megatron.training.models",
     "megatron.training.training",
+    "megatron.training.yaml_arguments",
     "pytest",
     "torch.distributed.checkpoint",
+    "torch.utils.serialization.config",
     "megatron_ext.__main__",
     "megatron_ext.activation",
     "megatron_ext.backends.cpu.feature",
     "megatron_ext.hot_switch.feature",
+    "megatron_ext.hot_switch.runtime.guest",
+    "megatron_ext.hot_switch.runtime.step",
     "megatron_ext.local_sgd.feature",
+    "megatron_ext.outer.reducers.linear",
+    "megatron_ext.params.live_model",
+    "megatron_ext.params.optimizer_shards",
     "megatron_ext.seams.datasets",
+    "megatron_ext.seams.writers_queue",
     "megatron_ext.spes.feature",
     "megatron_ext.sync_service.megatron.feature",
+    "megatron_ext.sync_service.megatron.workers",
+    "megatron_ext.sync_service.peer.client",
 )
 
 
