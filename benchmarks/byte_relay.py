@@ -18,7 +18,13 @@ _SLOW_CHUNK = 1 << 16
 
 
 class ByteRelay:
-    """Listens on this machine, and passes on what it gets to another port and back."""
+    """Listens on this machine, and passes on what it gets to another port and back.
+
+    Attributes:
+        up: bytes that came from callers.
+        down: bytes that came from the other port.
+        most_in_flight: bytes of a connection that were on a long way at a time, of those that came from its caller.
+    """
 
     def __init__(
         self, port: int, *, host: str = "127.0.0.1", rate: float | None = None, seconds: float = 0.0
@@ -36,6 +42,7 @@ class ByteRelay:
         self._chunk = _CHUNK if rate is None else _SLOW_CHUNK
         self.up = 0
         self.down = 0
+        self.most_in_flight = 0
         self._target = (host, port)
         self._listener = socket.create_server(("127.0.0.1", 0))
         if rate is not None:
@@ -66,7 +73,7 @@ class ByteRelay:
             threading.Thread(target=self._pass_on, args=(server, caller, False), daemon=True).start()
 
     def _pass_on(self, source: socket.socket, receiver: socket.socket, is_up: bool) -> None:
-        target = _Late(receiver, self._seconds) if self._seconds else receiver
+        target = _Late(receiver, self._seconds, self if is_up else None) if self._seconds else receiver
         try:
             while data := source.recv(self._chunk):
                 if is_up:
@@ -83,16 +90,20 @@ class ByteRelay:
 
 
 class _Late:
-    """Sends to a socket what it gets so many seconds later, in order."""
+    """Sends to a socket what it gets, in order, so many seconds later; tells the relay how much is in flight."""
 
-    def __init__(self, target: socket.socket, seconds: float) -> None:
-        self._target, self._seconds = target, seconds
+    def __init__(self, target: socket.socket, seconds: float, relay: ByteRelay | None) -> None:
+        self._target, self._seconds, self._relay = target, seconds, relay
+        self._begun = self._arrived = 0
         self._waiting: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
         threading.Thread(target=self._send, daemon=True).start()
 
     def sendall(self, data: bytes) -> None:
         """Let bytes set out."""
         self._waiting.put((time.monotonic() + self._seconds, data))
+        self._begun += len(data)
+        if self._relay is not None:
+            self._relay.most_in_flight = max(self._relay.most_in_flight, self._begun - self._arrived)
 
     def shutdown(self, how: int) -> None:
         """Let the end set out."""
@@ -110,6 +121,7 @@ class _Late:
                 if not data:
                     self._target.shutdown(socket.SHUT_WR)
                     return
+                self._arrived += len(data)
                 self._target.sendall(data)
         except OSError:  # the other side is gone
             self._target.close()

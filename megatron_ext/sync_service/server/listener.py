@@ -25,9 +25,6 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
-    # What comes in before anybody reads it, of a stream; gRPC would let that grow with the link.
-    ("grpc.http2.bdp_probe", 0),
-    ("grpc.http2.lookahead_bytes", 1 << 20),
     # Of who connects and then says nothing.
     ("grpc.server_handshake_timeout_ms", 20_000),
 ]
