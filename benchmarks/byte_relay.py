@@ -23,7 +23,7 @@ class ByteRelay:
     Attributes:
         up: bytes that came from callers.
         down: bytes that came from the other port.
-        most_in_flight: bytes of a connection that were on a long way at a time, of those that came from its caller.
+        most_in_flight: bytes of a connection that were in flight at a time, of those that came from its caller.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ByteRelay:
             port: where to pass it on to.
             host: on which machine that is.
             rate: bytes per second of a connection in each direction; as fast as can be when None.
-            seconds: how long everything is on its way, in each direction.
+            seconds: how long everything is in flight, in each direction.
         """
         self._seconds = seconds
         self._pause = 0.0 if rate is None else 1 / rate
@@ -90,7 +90,7 @@ class ByteRelay:
 
 
 class _Late:
-    """Sends to a socket what it gets, in order, so many seconds later; tells the relay how much is in flight."""
+    """Sends to a socket what it gets, in order and some seconds later; tells the relay how much is in flight."""
 
     def __init__(self, target: socket.socket, seconds: float, relay: ByteRelay | None) -> None:
         self._target, self._seconds, self._relay = target, seconds, relay

@@ -22,12 +22,16 @@ _LEAST = {
     "connections": 16,
     "peer_streams": 1,
     "peer_bytes_in_flight": MAX_MESSAGE,
+    "stream_window": 1 << 16,
     "peer_slices": 1,
     "peer_waiting_calls": 1,
     "health_watches": 4,
     "silent_calls": 4,
 }
 """Limits of what callers may hold, and how low they may be."""
+
+_LARGEST_WINDOW = (1 << 31) - 1
+"""That HTTP/2 knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,11 @@ class ServerConfig:
 
     peer_bytes_in_flight: int = 256 << 20
     """Bytes of messages of a peer that the server receives, or sends, at a time; further ones wait for their turn. The
-    memory for a peer's messages is at most twice as much, and a MiB for each of its streams."""
+    memory for a peer's messages is at most twice as much, and a window for each of its streams."""
+
+    stream_window: int = 4 << 20
+    """Bytes of a stream that may come in before anybody reads them. A stream brings no more in the time of a message
+    there and back: raise it for peers that are far away on wide links."""
 
     peer_slices: int = 1 << 20
     """Slices (boxes of tensors) that the open downloads of a peer, all of its ranks together, ask for. The server holds
@@ -169,6 +177,8 @@ class ServerConfig:
         for name, least in _LEAST.items():
             if getattr(self, name) < least:
                 found.append(f"{name} is {getattr(self, name)}; it must be {least} or more")
+        if self.stream_window > _LARGEST_WINDOW:
+            found.append(f"stream_window is {self.stream_window}; it must be {_LARGEST_WINDOW} or less")
         for name in ("silent_seconds", "idle_seconds"):
             if not can_be_waited(getattr(self, name)):
                 found.append(f"{name} is {getattr(self, name)}; it must be above 0")

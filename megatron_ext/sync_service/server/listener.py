@@ -25,6 +25,8 @@ _OPTIONS = [
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # gRPC would let the window of a stream grow with the link, and with it what hostile callers make it hold.
+    ("grpc.http2.bdp_probe", 0),
     # Of who connects and then says nothing.
     ("grpc.server_handshake_timeout_ms", 20_000),
 ]
@@ -41,7 +43,7 @@ class Listener:
         connections: at it.
     """
 
-    def __init__(self, bind: str, credentials: Any, connections: int, idle_seconds: float) -> None:
+    def __init__(self, bind: str, credentials: Any, connections: int, idle_seconds: float, window: int) -> None:
         """Take the port.
 
         Args:
@@ -49,6 +51,7 @@ class Listener:
             credentials: gRPC's, for TLS; None without.
             connections: how many there may be.
             idle_seconds: how long one may be without a call.
+            window: bytes of a stream that may come in before anybody reads them.
 
         Raises:
             UserError: it is not available.
@@ -63,6 +66,7 @@ class Listener:
             *_OPTIONS,
             # More are closed before a byte of them is read.
             ("grpc.max_allowed_incoming_connections", connections),
+            ("grpc.http2.lookahead_bytes", window),
             ("grpc.max_connection_idle_ms", min(max(1, round(1000 * idle_seconds)), _LONGEST_MS)),
         ]
 

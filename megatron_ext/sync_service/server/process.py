@@ -200,7 +200,7 @@ class Server:
             problem = validity_problem(config.tls_cert, config.tls_key)
             if problem is not None:
                 log.warning("tls_cert %s: %s; no peer will trust this server", config.tls_cert, problem)
-        listener = Listener(config.bind, credentials, room, config.idle_seconds)
+        listener = Listener(config.bind, credentials, room, config.idle_seconds, config.stream_window)
         return listener, f"{host}:{listener.port}"
 
 

@@ -212,7 +212,7 @@ def test_more_streams_than_a_peer_may_have_are_refused_by_name_and_others_keep_t
 
 def test_a_peers_messages_that_are_in_flight_take_no_more_memory_than_it_may_have(make_service: MakeService):
     service = make_service(peers=1)
-    service.extra = {"peer_bytes_in_flight": 4 * MAX_MESSAGE}
+    service.extra = {"peer_bytes_in_flight": 4 * MAX_MESSAGE, "stream_window": 1 << 20}
     service.start()
     with calls_to(service) as calls, service.client("p0", START) as client:
         client.start(START)
