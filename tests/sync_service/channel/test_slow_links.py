@@ -125,10 +125,10 @@ def test_what_is_in_flight_to_a_server_that_is_far_away_is_the_window_of_a_strea
     service = make_service(peers=1)
     service.extra = {"stream_window": 8 * MIB}
     service.start()
-    with ByteRelay(int(service.address.rpartition(":")[2]), seconds=0.1) as relay:
+    with ByteRelay(int(service.address.rpartition(":")[2]), seconds=0.3) as relay:
         taken = publish_through(service, relay, values, 60.0)
     assert all(torch.equal(taken[name], value) for name, value in values.items())
-    # Not all of it: gRPC tells the sender of room when much of it is free.
+    # Not all of it: gRPC tells the sender of room when much of it is free, and a busy machine sends less in that time.
     assert 1.5 * MIB < relay.most_in_flight < 9 * MIB
 
 
