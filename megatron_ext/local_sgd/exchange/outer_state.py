@@ -226,7 +226,6 @@ class OuterState:
         self._shard = OuterShard(
             anchors,
             [list(self._parts(run)) for _, run in self._owned.numbered],
-            [self._counted(run) for _, run in self._owned.numbered],
             optimizer=build_outer_optimizer(self._outer, anchors),
             reducer=reducer,
             sparsifier=reducer.sparsifier,
@@ -245,11 +244,11 @@ class OuterState:
         for piece in run.pieces:
             entry, stop = self._synced[piece.index], start + piece.numel
             yield TensorPart(
-                start=start, stop=stop, tensor=entry.name, first=piece.start, is_dense=entry.on_two_stages
+                start=start,
+                stop=stop,
+                tensor=entry.name,
+                first=piece.start,
+                is_counted=entry.counted,
+                is_dense=entry.on_two_stages,
             )
             start = stop
-
-    def _counted(self, run: ElementRun) -> list[tuple[int, int]]:
-        """Return where the pieces of a run are that count in norms."""
-        parts = zip(self._parts(run), run.pieces, strict=True)
-        return [(part.start, part.stop) for part, piece in parts if self._synced[piece.index].counted]

@@ -38,6 +38,9 @@ class TensorPart:
     first: int
     """Which element of the tensor the first one is."""
 
+    is_counted: bool
+    """Whether it counts in norms."""
+
     is_dense: bool
     """Whether it is not thinned out."""
 
@@ -54,7 +57,6 @@ class OuterShard:
         self,
         anchors: list[torch.Tensor],
         tensors: Sequence[Sequence[TensorPart]],
-        counted: Sequence[Ranges],
         *,
         optimizer: OuterOptimizer,
         reducer: Reducer,
@@ -70,7 +72,6 @@ class OuterShard:
         Args:
             anchors: fp32, 1-D, one per run; updated in place.
             tensors: what each run is made of.
-            counted: the ranges of each run that count in norms.
             optimizer: the outer optimizer over the anchors.
             reducer: makes one pseudo-gradient of several.
             sparsifier: thins out every worker's pseudo-gradient of a tensor before they are reduced.
@@ -84,7 +85,9 @@ class OuterShard:
         self.anchors = anchors
         self.optimizer = optimizer
         self._tensors = tensors
-        self._counted = counted
+        self._counted: Sequence[Ranges] = [
+            [(part.start, part.stop) for part in parts if part.is_counted] for parts in tensors
+        ]
         self._reducer = reducer
         self._sparsifier = sparsifier
         self._worker = worker
