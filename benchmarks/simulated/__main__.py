@@ -34,7 +34,7 @@ from benchmarks.command_line import (
 from benchmarks.common import Case, print_table, report
 from benchmarks.emulated_network import NetworkUnavailable
 from benchmarks.simulated.measurement import measure_all
-from benchmarks.simulated.settings import LEAST_VALUES, SETTINGS, VALUES, values_at
+from benchmarks.simulated.settings import LEAST_VALUES, SETTINGS, VALUES, chosen_settings, values_at
 from megatron_ext.cli.ending import ended_by_sigterm
 
 GOAL = 0.15
@@ -44,7 +44,7 @@ GOAL = 0.15
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, simulate and report."""
     options = parser().parse_args(arguments)
-    chosen = [setting for setting in SETTINGS if options.settings is None or setting.name in options.settings]
+    chosen = chosen_settings(options.settings)
     if options.latency_ms and any(setting.kind != "service" for setting in chosen):
         parser().error("--latency-ms is of a peer's way to the service; give --settings of the service alone")
     for mbits in options.mbits:

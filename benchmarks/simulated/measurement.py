@@ -18,7 +18,7 @@ from typing import Any
 
 from benchmarks.emulated_network import EmulatedNetwork, emulated_network
 from benchmarks.server_process import server_of
-from benchmarks.simulated.settings import LAYERS, SETTINGS, values_at
+from benchmarks.simulated.settings import LAYERS, chosen_settings, values_at
 from benchmarks.simulated.simulation import Link, reduction_of, simulated
 from tests.support.distributed import REPOSITORY
 
@@ -114,7 +114,7 @@ def measure_all(
     """
     found: dict[tuple[int, str], list[Found]] = {}
     links: dict[int, list[Link]] = {}
-    chosen = [setting for setting in SETTINGS if options.settings is None or setting.name in options.settings]
+    chosen = chosen_settings(options.settings)
     names = {
         (mbits, setting.name, repeat): f"run-{mbits}-{place}-{repeat}"
         for mbits in options.mbits

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_ext.outer.codecs.all_codecs import build_codec
 
-__all__ = ["LAYERS", "LEAST_VALUES", "SETTINGS", "VALUES", "Setting", "values_at"]
+__all__ = ["LAYERS", "LEAST_VALUES", "SETTINGS", "VALUES", "Setting", "chosen_settings", "values_at"]
 
 LAYERS = 8
 
@@ -60,6 +61,11 @@ SETTINGS = (
     Setting(name="service, H 20", kind="service", interval=20, codec="fp32"),
     Setting(name="service, H 20, int8", kind="service", interval=20, codec="int8"),
 )
+
+
+def chosen_settings(names: Collection[str] | None) -> list[Setting]:
+    """Return the settings of these names in their order here; all when None."""
+    return [setting for setting in SETTINGS if names is None or setting.name in names]
 
 
 def values_at(mbits: int) -> int:
