@@ -65,7 +65,7 @@ if [[ -z $chosen ]]; then
     # Megatron compiles a piece of C++ when recomputation first wants it, once per environment: minutes on a slow
     # machine, for which no test's time limit has room.
     echo "[check] Megatron's extension"
-    python -c 'from megatron.core.tensor_parallel import random; random._get_share_storage()' 2>/dev/null ||
+    python -m tests.support.extension 2>/dev/null ||
         echo "[check] note: it could not be compiled; tests with recomputation fail"
 fi
 

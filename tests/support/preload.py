@@ -11,12 +11,12 @@ import functools
 import gc
 import importlib
 import logging
-import shutil
 
 import torch
 
 from megatron_ext.options.unknown import unknown_options
 from megatron_ext.quietly import quietly
+from tests.support.extension import load_extension
 from tests.support.parsers import full_parser
 
 MODULES = (
@@ -115,23 +115,9 @@ def _look_for_copies() -> None:
     registry().apply([])
 
 
-def _load_extension() -> None:
-    """Load the extension that Megatron compiles when it first needs it.
-
-    A rank that is killed while it looks whether that is compiled leaves a lock, on which all others wait forever.
-    """
-    from megatron.core.tensor_parallel import random
-    from torch.utils.cpp_extension import get_cxx_compiler, is_ninja_available
-
-    load = getattr(random, "_get_share_storage", None)  # some releases have none
-    if load is not None and is_ninja_available() and shutil.which(get_cxx_compiler()):
-        with quietly():
-            load()
-
-
 torch.set_num_threads(1)
 _import_quietly()
-_load_extension()
+load_extension()
 _look_for_copies()
 _remember_docstrings()
 _shrink_mock_data()
