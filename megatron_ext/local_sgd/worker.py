@@ -16,8 +16,8 @@ from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.params import ParameterView
+from megatron_ext.params.router_biases import RouterBiases
 from megatron_ext.seams.arguments import say
-from megatron_ext.seams.expert_bias import ExpertBiases
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.worker_groups import WorkerGroups
 
@@ -42,7 +42,7 @@ class Worker:
         view = ParameterView.from_model(model)
         self.groups = groups
         self.values = InnerValues(optimizer, view)
-        self._biases = ExpertBiases(view)
+        self._biases = RouterBiases(view)
         self.engine = LocalSGD(
             [
                 SyncedTensor(

@@ -22,7 +22,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS_ON_TE,
 )
 from megatron_ext.options.row import Asked, Row, everywhere, given, is_set, row, says
-from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, tested
+from megatron_ext.options.verdict import OptionVerdict, accepted, clash, needs_gpu, refused, tested
 
 __all__ = ["MIXTURE"]
 
@@ -50,6 +50,18 @@ def _has_untrained_biases(args: Any) -> bool:
     # There autograd refuses to add a bias to what is a view of its input.
     adds_in_place = args.transformer_impl == "local" and args.expert_model_parallel_size == 1
     return bool(tensor_parallel > 1 or adds_in_place)
+
+
+_MEAN_OF_WORKERS = tested(f"{WORKERS}test_router_biases.py::test_a_round_takes_the_mean_of_the_workers_biases")
+_MEAN_OF_PEERS = tested(f"{PEERS}test_router_biases.py::test_a_round_takes_the_mean_of_the_peers_biases")
+_PAIRWISE = "--local-sgd-pseudo-grad-reducer pairwise"
+
+
+def _biases_of_all(option: str) -> OptionVerdict:
+    return clash(
+        f"{_PAIRWISE} is not combined with {option}, of whose biases rounds take the mean over all workers",
+        "drop one of them",
+    )
 
 
 def _grouped_with(option: str, asked: Asked, reason: str, way_out: str) -> Row:
@@ -83,25 +95,22 @@ MIXTURE = (
     ),
     row(
         "--moe-router-enable-expert-bias",
-        cpu=tested(f"{WORKERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_workers_biases"),
-        local_sgd=tested(f"{WORKERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_workers_biases").but(
-            "--local-sgd-pseudo-grad-reducer pairwise",
-            clash(
-                "--local-sgd-pseudo-grad-reducer pairwise is not combined with --moe-router-enable-expert-bias, of "
-                "whose biases rounds take the mean over all workers",
-                "drop one of them",
-            ),
-        ),
+        cpu=_MEAN_OF_WORKERS,
+        local_sgd=_MEAN_OF_WORKERS.but(_PAIRWISE, _biases_of_all("--moe-router-enable-expert-bias")),
         hot_switch=tested(f"{STRATEGIES}test_training.py::test_biases_of_routers_follow_the_tokens_of_all_strategies"),
-        sync_service=tested(f"{PEERS}test_expert_bias.py::test_a_round_takes_the_mean_of_the_peers_biases"),
+        sync_service=_MEAN_OF_PEERS,
     ),
     row(
         "--moe-router-load-balancing-type quantile_balancing",
         lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_routers_that_balance_by_quantiles"),
-        local_sgd=refused("its quantiles are averaged over all data-parallel ranks at every step"),
-        hot_switch=refused("home's quantiles would follow home's tokens alone", "use another type"),
-        sync_service=refused("what it keeps follows each peer's own tokens, and rounds do not merge it yet"),
+        local_sgd=_MEAN_OF_WORKERS.but(
+            _PAIRWISE, _biases_of_all("--moe-router-load-balancing-type quantile_balancing")
+        ),
+        hot_switch=refused(
+            "its quantiles are of the tokens of one micro-batch, which the strategies decide", "use another type"
+        ),
+        sync_service=_MEAN_OF_PEERS,
         in_config=("transformer.moe_router_load_balancing_type",),
     ),
     row(

@@ -199,13 +199,13 @@ def _over_all_workers(collection: Any, config: Any, *, of_tokens: bool) -> Any:
 
     Args:
         collection: a worker's.
-        config: says whether routers count the tokens of experts.
+        config: says whether routers count the tokens of experts, or take quantiles of their logits.
         of_tokens: whether tokens are counted.
     """
     from megatron.core import parallel_state
 
     wide = copy.copy(collection)
-    if of_tokens:
+    if of_tokens or config.moe_router_load_balancing_type == "quantile_balancing":
         wide.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True)
         wide.dp_cp_gtp_remat = wide.dp_cp
     if config.moe_router_enable_expert_bias:

@@ -16,8 +16,8 @@ from megatron_ext.hot_switch.strategies.strategy import Strategy
 from megatron_ext.hot_switch.transfer.flat_tensors import FlatTensors
 from megatron_ext.hot_switch.transfer.itinerary import LocalTensor
 from megatron_ext.params import ParameterView
+from megatron_ext.params.router_biases import RouterBiases
 from megatron_ext.seams.arguments import with_arguments
-from megatron_ext.seams.expert_bias import ExpertBiases
 from megatron_ext.seams.strategies import ParallelState, keeping_random_state, seed_device
 
 __all__ = ["PlacedModel", "frozen_names"]
@@ -72,7 +72,7 @@ class PlacedModel:
         self.state = state
         self.chunks = list(chunks)
         self.view = ParameterView.from_model(self.chunks)
-        ExpertBiases(self.view)  # fp32 from here on, as they are moved
+        RouterBiases(self.view)  # fp32 from here on, as they are moved
         layers = self.view.shape.num_layers
         built = self.view.layout.chunk_layers(layers)
         if built != strategy.layout(layers).chunk_layers(layers):

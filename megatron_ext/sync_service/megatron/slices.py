@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from megatron_ext.params import GlobalTensor, LocalParameter, ParameterView, global_views
-from megatron_ext.seams.expert_bias import ExpertBiases
+from megatron_ext.params.router_biases import RouterBiases
 from megatron_ext.seams.optimizer import InnerValues
 from megatron_ext.spes.ownership import Ownership
 from megatron_ext.sync_service.peer.parts import Part, Values
@@ -57,7 +57,7 @@ class Slices:
         self._views: dict[str, torch.Tensor] = {}
         for value in values.values:
             self._add(catalog, value.entry, value.tensor, value.start, value.counts_once)
-        for entry in ExpertBiases(values.view).entries:
+        for entry in RouterBiases(values.view).entries:
             self._add(catalog, entry, entry.parameter, 0, entry.placed.counts_once(is_shard=False))
         trained = set(self._views)
         for entry in values.view.entries:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seam: the biases that routers keep for balancing without auxiliary loss (`--moe-router-enable-expert-bias`).
+"""The biases that routers keep for balancing without auxiliary loss.
 
-No optimizer trains them: after every step Megatron moves each by a constant, towards experts with fewer tokens than the
-mean (arXiv 2408.15664). Nothing here is a patch.
+No optimizer trains them. With `--moe-router-enable-expert-bias` Megatron moves each by a constant after every step,
+towards experts with fewer tokens than the mean (arXiv 2408.15664); with quantile balancing it replaces them by a
+quantile of the step's logits, or moves them towards it.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_ext.params import ParameterView
+from megatron_ext.params.view import ParameterView
 
-__all__ = ["ExpertBiases"]
+__all__ = ["RouterBiases"]
 
 
-class ExpertBiases:
+class RouterBiases:
     """The biases of this rank's routers; every rank of a worker holds those of its layers."""
 
     def __init__(self, view: ParameterView) -> None:
