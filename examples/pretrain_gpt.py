@@ -5,8 +5,9 @@ Starts under torchrun, on GPU and on CPU:
 
     torchrun --nproc-per-node 4 examples/pretrain_gpt.py --num-layers 12 ... --data-path PREFIX
 
-It knows dense and MoE GPTs on mock data or .bin/.idx files. For Megatron's other kinds of data (fine-tuning,
-fill-in-the-middle, packed documents) run the upstream script through `python -m megatron_ext`.
+It knows dense and MoE GPTs on mock data, .bin/.idx files and conversations (--sft), and attention that stays inside
+documents (--dataloader-inter-document-masking). For Megatron's other kinds of data (fill-in-the-middle, logits of a
+teacher) run the upstream script through `python -m megatron_ext`.
 """
 
 import argparse
@@ -17,9 +18,11 @@ from typing import Any
 
 import torch
 from megatron.core import mpu
+from megatron.core import utils as core_utils
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
@@ -31,6 +34,8 @@ from megatron.core.utils import (
 )
 from megatron.training import argument_utils, get_args, get_timers, inprocess_restart, pretrain, print_rank_0
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
+from megatron.training.datasets.sft_dataset import SFTDataset
+from megatron.training.training import update_seqlen_stats_from_cu_seqlens
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
 from megatron_ext import patch_megatron
@@ -40,15 +45,11 @@ from megatron_ext.errors import UserError
 SPIKE_FACTOR = 10
 
 # Options for kinds of data that this script does not read; not every release has all of them.
-OTHER_DATA = (
-    "--sft",
-    "--fim-data",
-    "--dataloader-inter-document-masking",
-    "--hybrid-context-parallel",
-    "--logits-load-dir",
-)
+OTHER_DATA = ("--fim-data", "--hybrid-context-parallel", "--logits-load-dir")
 
 BATCH_FIELDS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+# Of samples that hold several documents: where these begin, and how long the longest is.
+DOCUMENT_FIELDS = ("cu_seqlens", "max_seqlen")
 
 straggler_timer = StragglerDetector()
 
@@ -98,6 +99,16 @@ def refuse_other_data(args: argparse.Namespace) -> None:
             f"{', '.join(asked)}: not known to examples/pretrain_gpt.py; "
             "run Megatron's own pretrain_gpt.py with `python -m megatron_ext`"
         )
+    if packs_documents(args) and not hasattr(core_utils, "flatten_batch_for_packed_sequences"):
+        raise UserError(
+            "--sft and --dataloader-inter-document-masking: examples/pretrain_gpt.py packs documents from Megatron "
+            "0.19 on; run Megatron's own pretrain_gpt.py with `python -m megatron_ext`"
+        )
+    if packs_documents(args) and args.context_parallel_size > 1:
+        raise UserError(
+            "--context-parallel-size: examples/pretrain_gpt.py does not cut samples of several documents; run "
+            "Megatron's own pretrain_gpt.py with `python -m megatron_ext`"
+        )
     if args.dataloader_type == "external":
         raise UserError(
             "--dataloader-type external: examples/pretrain_gpt.py builds datasets and no loader of its own; use single "
@@ -114,8 +125,9 @@ def build_datasets(sample_counts: list[int], vp_stage: int | None = None) -> tup
     """
     args = get_args()
     print_rank_0("> building the datasets")
+    dataset = SFTDataset if args.sft else MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(
-        MockGPTDataset if args.mock_data else GPTDataset,
+        dataset,
         sample_counts,
         partial(reads_data, vp_stage),
         dataset_config(args),
@@ -125,6 +137,8 @@ def build_datasets(sample_counts: list[int], vp_stage: int | None = None) -> tup
 def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
     """Translate the command line into Megatron's dataset configuration."""
     blend, blend_per_split = get_blend_and_blend_per_split(args)
+    # Not every release has the field.
+    documents = {"inter_document_masking": True} if masks_documents(args) else {}
     sequences_per_dataset = None
     if args.per_dataset_sequences_path is not None:
         with open(args.per_dataset_sequences_path, encoding="utf-8") as file:
@@ -157,12 +171,23 @@ def dataset_config(args: argparse.Namespace) -> GPTDatasetConfig:
         context_parallel_size=args.context_parallel_size,
         data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size if args.sequence_parallel else 0,
+        **documents,
     )
 
 
+def masks_documents(args: argparse.Namespace) -> bool:
+    """Return whether documents of .bin/.idx files that share a sample are kept apart."""
+    return getattr(args, "dataloader_inter_document_masking", False)
+
+
+def packs_documents(args: argparse.Namespace) -> bool:
+    """Return whether samples say where documents begin, so that attention stays inside them."""
+    return args.sft or masks_documents(args)
+
+
 def needs_batch(vp_stage: int | None) -> bool:
-    """Return whether the model chunk on this rank looks at tokens or labels."""
-    return is_first_or_last_pipeline_stage(vp_stage) or has_mtp(vp_stage)
+    """Return whether the model chunk on this rank looks at tokens or labels, or at where documents begin."""
+    return packs_documents(get_args()) or is_first_or_last_pipeline_stage(vp_stage) or has_mtp(vp_stage)
 
 
 def has_mtp(vp_stage: int | None) -> bool:
@@ -195,21 +220,23 @@ def next_batch(samples: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int 
 
     Returns:
         `BATCH_FIELDS` by name, int64 and float32 tensors of shape (micro-batch, sequence); None where not
-        needed.
+        needed. Where documents share samples, `DOCUMENT_FIELDS` as well, int32 of shape (1, documents + 1) and (1,),
+        and the samples are one behind the other, (1, micro-batch * sequence).
     """
     args = get_args()
+    fields = (*BATCH_FIELDS, *DOCUMENT_FIELDS) if packs_documents(args) else BATCH_FIELDS
     if not needs_batch(vp_stage):
-        return dict.fromkeys(BATCH_FIELDS)
+        return dict.fromkeys(fields)
     batch: dict[str, Any] = {}
     if mpu.get_tensor_model_parallel_rank() == 0:
         assert samples is not None
         sample = next(samples)
-        for field in BATCH_FIELDS:
+        for field in fields:
             value = sample.get(field)
             batch[field] = None if value is None else value.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        False,  # whether documents share rows; releases name it differently
+        packs_documents(args),  # releases name it differently
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -223,11 +250,34 @@ def next_batch(samples: Iterator[dict[str, torch.Tensor]] | None, vp_stage: int 
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
-    batch = {field: batch.get(field) for field in BATCH_FIELDS}
+    if packs_documents(args):
+        batch = core_utils.flatten_batch_for_packed_sequences(batch)
+    batch = {field: batch.get(field) for field in fields}
     if args.context_parallel_size == 1:
         return batch
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group())
-    return {field: batch[field] for field in BATCH_FIELDS}
+    return {field: batch[field] for field in fields}
+
+
+def where_documents_begin(batch: dict[str, Any]) -> dict[str, PackedSeqParams]:
+    """Return what attention inside documents is told as a keyword of the forward, and count it for the log.
+
+    Args:
+        batch: as `next_batch` returns it.
+    """
+    if batch.get("cu_seqlens") is None:
+        return {}
+    starts, longest = batch["cu_seqlens"].squeeze(0), int(batch["max_seqlen"])
+    update_seqlen_stats_from_cu_seqlens(starts)
+    packed = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=get_args().seq_length,
+    )
+    return {"packed_seq_params": packed}
 
 
 def forward_step(
@@ -253,7 +303,8 @@ def forward_step(
     loss = partial(masked_loss, batch["loss_mask"])
     with straggler_timer:
         run = model.build_schedule_plan if return_schedule_plan else model
-        return run(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"]), loss
+        documents = where_documents_begin(batch)
+        return run(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"], **documents), loss
 
 
 def masked_loss(

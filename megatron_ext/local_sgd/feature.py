@@ -54,7 +54,7 @@ from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.patching import Patch
 from megatron_ext.phrases import plural
 from megatron_ext.seams import checkpoint as checkpoint_seam
-from megatron_ext.seams import forward, gradients, logging, process_groups, samples, training
+from megatron_ext.seams import forward, gradients, logging, packed_lengths, process_groups, samples, training
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.worker_groups import WorkerGroups
 
@@ -138,6 +138,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
             *training.patches(),
             *gradients.patches(),
             *logging.patches(),
+            *packed_lengths.patches(),
             *samples.patches(),
             *checkpoint_seam.patches(),
         ]

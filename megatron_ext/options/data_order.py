@@ -23,7 +23,6 @@ from megatron_ext.options.verdict import accepted, clash, needs_gpu, refused, te
 
 __all__ = ["DATA_ORDER"]
 
-_ADDED_UP = refused("the lengths of its packed samples are added up over all ranks in every step")
 _OWN_ORDER = refused("hot switching reads documents in an order of its own", named="--dataloader-type")
 _NO_MIDDLE = refused("hot switching reads documents from beginning to end")
 _PHASES = tested(
@@ -35,6 +34,15 @@ _HOT_SIZES = tested(f"{STRATEGIES}test_training.py::test_steps_have_as_many_sequ
 _CONVERSATIONS = tested(f"{STRATEGIES}data/test_conversations.py::test_hot_equals_static_on_conversations")
 _WORKERS_SWITCH = tested(
     f"{STRATEGIES}data/test_conversations.py::test_workers_of_local_sgd_switch_on_conversations_and_resume_in_mid_interval"
+)
+_STAGES_PACK_NONE = refused(
+    "Megatron lays the samples of a micro-batch one behind the other, and its stages send each other tensors of "
+    "samples side by side",
+    "give --micro-batch-size 1",
+)
+_ON_CONVERSATIONS = tested(f"{WORKERS}test_packed_documents.py::test_workers_on_conversations_end_equal_and_resume")
+_ON_DOCUMENTS = tested(
+    f"{WORKERS}test_packed_documents.py::test_a_worker_keeps_documents_apart_as_a_stock_job_does"
 )
 _IN_SAMPLES = refused("Megatron 0.19 counts phases in samples", "give --train-samples")
 _REFUSED_ANYHOW = accepted("the row on --phase-transition-iterations has the say")
@@ -110,7 +118,7 @@ DATA_ORDER = (
             "Megatron's unfused attention takes no packed samples, which it makes",
             "drop it, or use hot switching, which takes conversations one by one",
         ),
-        local_sgd=_ADDED_UP,
+        local_sgd=_ON_CONVERSATIONS,
         hot_switch=accepted("the row on --sft has the say"),
         sync_service=PEER_ON_A_GPU,
     ),
@@ -164,10 +172,22 @@ DATA_ORDER = (
     row(
         "--dataloader-inter-document-masking",
         cpu=needs_gpu("Megatron's unfused attention takes no packed samples, which it makes"),
-        local_sgd=_ADDED_UP,
+        local_sgd=_ON_DOCUMENTS,
         hot_switch=refused("hot switching keeps documents apart itself"),
         sync_service=PEER_ON_A_GPU,
         peers_share="dataloader_inter_document_masking",
+    ),
+    row(
+        "--sft or --dataloader-inter-document-masking with pipeline stages and --micro-batch-size above 1",
+        lambda args: (
+            bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
+            and args.pipeline_model_parallel_size > 1
+            and args.micro_batch_size > 1
+        ),
+        cpu=_STAGES_PACK_NONE,
+        local_sgd=_STAGES_PACK_NONE,
+        hot_switch=accepted("the row on --sft has the say"),
+        sync_service=_STAGES_PACK_NONE,
     ),
     row(
         "--seed",

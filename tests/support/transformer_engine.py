@@ -9,7 +9,12 @@ from packaging.version import Version
 
 from megatron_ext.patching.gates import installed_version
 
-__all__ = ["NEEDS_HYBRID_MODELS", "accept_transformer_engine", "fuse_the_accumulation_of_gradients"]
+__all__ = [
+    "NEEDS_HYBRID_MODELS",
+    "accept_transformer_engine",
+    "fuse_the_accumulation_of_gradients",
+    "is_of_release",
+]
 
 _RELEASE = installed_version("megatron-core")
 
@@ -34,6 +39,10 @@ def accept_transformer_engine() -> None:
         "--moe-grouped-gemm",
         "--defer-embedding-wgrad-compute",
         "--hybrid-layer-pattern",
+        "--sft without hot switching",
+        "--qk-clip",
+        "--log-max-attention-logit",
+        "--dataloader-inter-document-masking",
         *(f"--save-{what}-interval" for what in ("activations", "dgrads", "tokens-per-expert")),
     }
     here = accepted("the double does it")
@@ -49,6 +58,13 @@ def accept_transformer_engine() -> None:
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     # Megatron makes a CUDA stream for attention over parts of rows, unless there is one.
     TEDotProductAttention.cp_stream = object()
+
+
+def is_of_release(release: str = "2.9.0") -> None:
+    """Let Megatron take the double for a later release, of which it has what attention returns besides."""
+    from megatron.core import utils
+
+    utils._te_version = Version(release)
 
 
 def fuse_the_accumulation_of_gradients() -> None:

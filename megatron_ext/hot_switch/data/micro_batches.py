@@ -14,6 +14,10 @@ __all__ = ["MicroBatches"]
 
 _KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 
+_LONGEST = "max_seqlen"
+"""With --sft Megatron sends it to the other tensor-parallel ranks, which wait for it, though nobody looks at it without
+`cu_seqlens`, which are missing."""
+
 
 class _NoTensor(UserError, KeyError):
     """What a dictionary raises, for a get_batch that asks for more than it needs, and one sentence for any other."""
@@ -36,7 +40,9 @@ class MicroBatches(Iterator[dict[str, torch.Tensor]]):
             raise StopIteration
         batch = self._batches[self._taken]
         self._taken += 1
-        return _Tensors({name: getattr(batch, name) for name in _KEYS})
+        rows, positions = batch.tokens.shape
+        longest = torch.full((rows,), positions, dtype=torch.int32)
+        return _Tensors({name: getattr(batch, name) for name in _KEYS} | {_LONGEST: longest})
 
     def require_no_more(self, most: int = 0) -> None:
         """Check how often more were asked for than there are.

@@ -47,14 +47,14 @@ def test_peers_on_conversations_end_equal_and_one_that_is_killed_resumes_with_th
 ):
     service = make_service(RUNS)
     service.start()
-    script, saved = os.fspath(folder / "pretrain_conversations.py"), os.fspath(tmp_path / "saved")
+    saved = os.fspath(tmp_path / "saved")
     # Of 54 conversations, two peers read 48.
     shared: dict[str, Value] = {
         **of_conversations(folder, **the_data(folder), train_iters=6),
         "sync_service_interval": 3,
         "calculate_per_token_loss": True,
         "hot_switch_strategies": ["2,1,1", "1,2,1"],
-        "hot_switch_bucket_sizes": [64, 32, 0],
+        "hot_switch_bucket_sizes": [64, 52, 0],
         "eval_iters": 1,
         "eval_interval": 3,
     }
@@ -63,7 +63,7 @@ def test_peers_on_conversations_end_equal_and_one_that_is_killed_resumes_with_th
     def train(name: str, **more: Value) -> list[RankOutcome]:
         command = job_arguments(service, name, KIND, **more)
         before = (with_datasets, remember_sequences)
-        return run_pretrain(command, 2, script=script, before=before, probe=values_held, timeout=120)
+        return run_pretrain(command, 2, before=before, probe=values_held, timeout=120)
 
     def of_two(index: int) -> list[RankOutcome]:
         return train("ab"[index], **shared, sync_service_index=index)
@@ -79,7 +79,7 @@ def test_peers_on_conversations_end_equal_and_one_that_is_killed_resumes_with_th
     assert [rank.optimizer for rank in whole] == [rank.optimizer for rank in stock]
     again: dict[str, Any] = {**alone, "sync_service_run": "again"}
     killed = job_arguments(service, "a", KIND, **again, save=saved, save_interval=4)
-    run_failing_pretrain(killed, 2, script=script, before=(with_datasets, die_in_step(5)), timeout=120)
+    run_failing_pretrain(killed, 2, before=(with_datasets, die_in_step(5)), timeout=120)
     resumed = train("a", **again, load=saved)
     assert len(resumed[0].record.steps) == 2
     assert same_bits(model_of(whole), model_of(resumed))
