@@ -60,6 +60,18 @@ def _layer_wise_without_bf16(args: Any) -> bool:
 
 _WITH_LEGACY_CHECKPOINTS = refused("Megatron does not combine it with distributed checkpoints", "add the latter")
 
+_CLIPS_IN_HALF_PRECISION = refused(
+    "Megatron 0.19 looks for layers where half precision wraps them, and its first step fails", "add --bf16, or drop it"
+)
+_CLIPS_WHOLE_VALUES = refused(
+    "Megatron 0.19 clips main values of whole tensors, and fails on those that this optimizer has cut",
+    "use --optimizer muon, which has them whole, or drop --use-distributed-optimizer",
+)
+_CLIPS_WHOLE_HEADS = refused(
+    "Megatron 0.19 takes the sizes of all heads for a rank's, and fails on weights that tensor parallelism has cut",
+    "use --tensor-model-parallel-size 1, or drop it",
+)
+
 OPTIMIZERS = (
     row(
         "--optimizer sgd",
@@ -157,11 +169,28 @@ OPTIMIZERS = (
     row(
         "--qk-clip",
         cpu=NEEDS_TE,
-        local_sgd=refused("it reduces attention logits over all data-parallel ranks at every step"),
+        local_sgd=tested(
+            f"{WORKERS}test_attention_logits.py::test_a_worker_goes_by_its_own_logits_as_a_stock_job_does"
+        ),
         hot_switch=refused(
             "Megatron clips by the logits that home's attention has seen, and guests have attention of their own"
         ),
         sync_service=PEER_ON_A_GPU,
+    ),
+    row(
+        "--qk-clip or --log-max-attention-logit without --bf16 or --fp16",
+        lambda args: (args.qk_clip or args.log_max_attention_logit) and not (args.bf16 or args.fp16),
+        **everywhere(_CLIPS_IN_HALF_PRECISION),
+    ),
+    row(
+        "--qk-clip with --use-distributed-optimizer, with --optimizer adam or sgd",
+        lambda args: args.qk_clip and args.use_distributed_optimizer and not _family(args),
+        **everywhere(_CLIPS_WHOLE_VALUES),
+    ),
+    row(
+        "--qk-clip with --tensor-model-parallel-size above 1, without --multi-latent-attention",
+        lambda args: args.qk_clip and args.tensor_model_parallel_size > 1 and not args.multi_latent_attention,
+        **everywhere(_CLIPS_WHOLE_HEADS),
     ),
     row(
         "--mtp-num-layers",

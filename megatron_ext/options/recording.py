@@ -14,10 +14,11 @@ from megatron_ext.options.common_verdicts import (
     PEER_ON_A_GPU,
     PEERS_BUNDLE,
     SAME,
+    WORKERS,
     WORKERS_BOOKKEEPING,
 )
 from megatron_ext.options.row import given, row
-from megatron_ext.options.verdict import needs_gpu, refused
+from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["RECORDING"]
 
@@ -25,7 +26,9 @@ RECORDING = (
     row(
         "--log-max-attention-logit",
         cpu=NO_TE_ON_CPU,
-        local_sgd=refused("it takes the maximum over all data-parallel ranks in every step"),
+        local_sgd=tested(
+            f"{WORKERS}test_attention_logits.py::test_a_worker_goes_by_its_own_logits_as_a_stock_job_does"
+        ),
         hot_switch=refused("it would see the logits of home's rows only"),
         sync_service=PEER_ON_A_GPU,
         in_config=("transformer.log_max_attention_logit",),

@@ -33,6 +33,7 @@ class DotProductAttention(Module):
         cp_global_ranks=None,
         cp_stream=None,
         cp_comm_type="p2p",
+        return_max_logit=False,
     ):
         super().__init__()
         assert attention_type == "self"
@@ -44,6 +45,7 @@ class DotProductAttention(Module):
         self.get_rng_state_tracker = get_rng_state_tracker
         self.set_tensor_parallel_group(tp_group)
         self.cp_group = cp_group
+        self.return_max_logit = return_max_logit
 
     def forward(
         self,
@@ -70,8 +72,10 @@ class DotProductAttention(Module):
         if qkv_format == "sbhd":
             assert attn_mask_type == "causal" and all(tensor.dim() == 4 for tensor in tensors)
             # Attended together, (sequences, heads, positions, channels).
-            out = self._attend(*(tensor.permute(1, 2, 0, 3) for tensor in tensors))
-            return out.permute(2, 0, 1, 3).flatten(2)
+            query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in tensors)
+            out = self._attend(query, key, value).permute(2, 0, 1, 3).flatten(2)
+            return (out, self._largest_logits(query, key)) if self.return_max_logit else out
+        assert not self.return_max_logit
         assert qkv_format == "thd" and attn_mask_type == "padding_causal"
         assert all(tensor.dim() == 3 for tensor in tensors)
         assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
@@ -83,6 +87,14 @@ class DotProductAttention(Module):
         for parts in zip(*(tensor.split(lengths) for tensor in tensors), strict=True):
             out.append(self._attend(*(part.transpose(0, 1)[None] for part in parts))[0].transpose(0, 1))
         return torch.cat(out).flatten(1)
+
+    def _largest_logits(self, query, key):
+        """The largest scaled score of each head."""
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        scores = query.float() @ key.float().transpose(2, 3) * self.scale
+        length = scores.shape[-1]
+        later = torch.ones(length, length, dtype=torch.bool, device=scores.device).triu(1)
+        return scores.masked_fill(later, -torch.inf).amax(dim=(0, 2, 3))
 
     def _attend(self, query, key, value):
         dropout = self.dropout if self.training else 0.0
