@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -157,11 +158,17 @@ def kept(command: Command, folder: Path) -> Run | None:
     return run if run.line == command.line else None
 
 
+_OF_A_TRAINING_LOG = re.compile(
+    r" *\[\d{4}-\d\d-\d\d .*(iteration|checkpoint)|\[Rank |Storing distributed optimizer|-{20,}|(WARNING|INFO):megatron"
+)
+"""Lines that Megatron prints by the hundred; validation losses are none of them."""
+
+
 def without_report(text: str) -> str:
     """Return what was printed before the table of cases, the last lines of it."""
     # The folders of one machine are nobody else's.
     text = text.replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
-    lines = [line.rstrip() for line in text.splitlines()]
+    lines = [line.rstrip() for line in text.splitlines() if not _OF_A_TRAINING_LOG.match(line)]
     heads = [place for place, line in enumerate(lines) if line.split() == ["case", "value", "unit", "goal", "met"]]
     return "\n".join(lines[: heads[-1] if heads else None][-PRINTED:]).strip("\n")
 

@@ -242,3 +242,14 @@ def test_a_newer_run_replaces_that_of_its_machine_and_the_page_has_the_range_ove
     assert runs == [other, new]
     text = page(runs)
     assert "| `some_ratio` | ratio | 1.2 | 1.6 | 1.2 - 1.6 | at most 1.25 | 1 of 2 |" in text
+
+
+def test_of_a_training_log_the_losses_are_kept_and_not_every_iteration():
+    log = (
+        " [2026-11-30 20:42:11.351114] iteration        9/      80 | consumed samples:          144 |\n"
+        "[2026-11-30 20:42:16.331789] saving checkpoint at iteration      16 to outputs in torch_dist format\n"
+        "-------------------------------------------------\n"
+        " validation loss at iteration 16 | lm loss value: 3.902132E+00 |\n"
+        "> megatron_ext: local SGD: evaluating the synced weights\n"
+    )
+    assert [line.split()[0] for line in benchmarks_all.without_report(log).splitlines()] == ["validation", ">"]
