@@ -23,7 +23,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS_OTHER_WAYS,
 )
 from megatron_ext.options.row import Asked, everywhere, row, says
-from megatron_ext.options.verdict import needs_gpu, refused, tested
+from megatron_ext.options.verdict import clash, needs_gpu, refused, tested
 from megatron_ext.phrases import as_option
 
 __all__ = ["CHECKPOINTS"]
@@ -51,9 +51,15 @@ _PEERS_BEGIN = tested(
     f"{PEERS}test_option_bundles.py::test_a_peer_begins_with_a_checkpoint_as_a_stock_job_does"
 )
 _MOVES = tested(f"{BACKENDS}test_cpu_resume.py::test_an_iteration_that_is_overridden_moves_the_place_in_the_data")
-_ROUNDS_GO_BY_ITERATIONS = refused(
-    "rounds go by iterations, and where their schedule is lies in the checkpoint",
-    "begin at iteration 0 with its weights: --finetune",
+_MOVES_NO_ROUND = tested(
+    f"{WORKERS}test_checkpoint.py::test_an_iteration_that_is_overridden_moves_the_place_in_the_data_and_no_round"
+).but(
+    "--local-sgd-use-async",
+    clash(
+        "--local-sgd-use-async is not combined with --override-ckpt-iteration: its iterations are meetings, from whose "
+        "number nobody knows how many samples came before",
+        "begin at iteration 0 with the checkpoint's weights (--finetune), or drop one of them",
+    ),
 )
 _HOT_MOVES = tested(
     f"{STRATEGIES}test_checkpoints.py::test_the_place_in_the_data_follows_an_iteration_that_is_overridden"
@@ -168,7 +174,7 @@ CHECKPOINTS = (
     row(
         "--override-ckpt-iteration",
         cpu=_MOVES,
-        local_sgd=_ROUNDS_GO_BY_ITERATIONS,
+        local_sgd=_MOVES_NO_ROUND,
         hot_switch=_HOT_MOVES,
         sync_service=_PEERS_BEGIN,
     ),
