@@ -24,6 +24,7 @@ __all__ = [
     "Event",
     "GroupsBuilt",
     "ModelBuilt",
+    "SaveEnd",
     "SaveStart",
     "StepEnd",
     "StepStart",
@@ -234,6 +235,11 @@ class EvaluationEnd(Event):
 @dataclass(frozen=True, kw_only=True)
 class SaveStart(Event):
     """A checkpoint's state dict is about to be generated for writing; by `seams.checkpoint.patches()`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveEnd(Event):
+    """A checkpoint was written, or handed to what writes it, or that failed; by `seams.checkpoint.patches()`."""
 
 
 @dataclass(frozen=True, kw_only=True)

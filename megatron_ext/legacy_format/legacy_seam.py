@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.errors import UserError
-from megatron_ext.hooks import RankFiles, SaveContext, SavesState, SaveStart, hooks
+from megatron_ext.hooks import RankFiles, SaveContext, SaveEnd, SavesState, SaveStart, hooks
 from megatron_ext.legacy_format.legacy_layout import refuse_other_layout
 from megatron_ext.legacy_format.rank_file import write_rank_file
 from megatron_ext.patching import Patch
@@ -63,7 +63,7 @@ def patches() -> list[Patch]:
             target=f"{_MODULE}:save_checkpoint",
             wrap=_wrap_save,
             parameters=("iteration", "model", "optimizer", "opt_param_scheduler", "release"),
-            serves=(SaveStart, SavesState.save_state),
+            serves=(SaveStart, SaveEnd, SavesState.save_state),
             reason="in the legacy format only some ranks make a state dict, and features are asked on all",
         ),
         Patch(
@@ -118,10 +118,15 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        run = run_options()
-        if run.ckpt_format != LEGACY:
+        try:
+            if run_options().ckpt_format == LEGACY:
+                return save_files(*args, **kwargs)
             return original(*args, **kwargs)
-        given = bound_with_defaults(signature, args, kwargs).arguments
+        finally:
+            hooks.fire(SaveEnd())
+
+    def save_files(*args: Any, **kwargs: Any) -> Any:
+        run, given = run_options(), bound_with_defaults(signature, args, kwargs).arguments
         files = _files(Path(_folder(run.save, given["iteration"], given["release"])))
         with _under_way():
             hooks.fire(SaveStart())

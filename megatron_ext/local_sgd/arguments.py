@@ -87,6 +87,8 @@ def argument_problems(args: Any, feature: str) -> list[str]:
     problems += _shape_problems(args, config) + reshardable_problems(args)
     if gta.in_pairs:
         problems += refusals(args, feature, "--local-sgd-pseudo-grad-reducer pairwise")
+    if streaming.eager:
+        problems += refusals(args, feature, "--local-sgd-eager-updates")
     length, said = args.train_iters, f"--train-iters {args.train_iters}"
     if length is None and args.train_samples is not None and args.global_batch_size:
         length, said = args.train_samples // args.global_batch_size, f"--train-samples {args.train_samples}"
@@ -147,6 +149,11 @@ def notices(args: Any) -> list[str]:
         lines.append(
             f"local SGD: --outer-optim-kwargs has no lr, so the default of {outer.name} holds; torch's are made for "
             'inner steps (DiLoCo takes SGD with {"lr": 0.7, "momentum": 0.9, "nesterov": true})'
+        )
+    if args.save and args.no_save_optim:
+        lines.append(
+            "local SGD: --no-save-optim: checkpoints have the weights of the last round and nothing else, and none of "
+            "them resumes this run"
         )
     streaming = StreamingConfig.from_args(args)
     if streaming.eager:

@@ -20,6 +20,7 @@ from megatron_ext.hooks import (
     LoadContext,
     RepeatsSteps,
     SaveContext,
+    SaveEnd,
     SavesState,
     SaveStart,
     StepEnd,
@@ -35,6 +36,7 @@ from megatron_ext.local_sgd.arrivals import Arrivals
 from megatron_ext.local_sgd.checkpoints import sharded_format
 from megatron_ext.local_sgd.checkpoints.legacy_files import assemble_files, request_files
 from megatron_ext.local_sgd.checkpoints.load_plan import LoadPlan, plan_load, refuse_without_workers
+from megatron_ext.local_sgd.checkpoints.weights_alone import keep_weights_alone
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD
 from megatron_ext.local_sgd.learning_rate import may_skip_steps
@@ -53,6 +55,7 @@ from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.patching import Patch
 from megatron_ext.phrases import plural
+from megatron_ext.run_options import run_options
 from megatron_ext.seams import checkpoint as checkpoint_seam
 from megatron_ext.seams import forward, gradients, logging, packed_lengths, process_groups, samples, training
 from megatron_ext.seams.arguments import add_config_group, say
@@ -384,16 +387,23 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
             say("local SGD: evaluating each worker's own weights")
         else:
             say(f"local SGD: evaluating the synced weights of round {engine.rounds}")
-            self._own = [value.clone() for value in engine.values]
-            self._worker.put(engine.gather_anchor())
+            self._put_synced_weights()
 
     @on(EvaluationEnd)
     def on_evaluation_end(self, event: EvaluationEnd) -> None:
         """Put the worker's own weights back."""
+        self._put_own_weights()
+        forward.gather_afresh(self._model)
+
+    def _put_synced_weights(self) -> None:
+        worker = self._require_worker()
+        self._own = [value.clone() for value in worker.engine.values]
+        worker.put(worker.engine.gather_anchor())
+
+    def _put_own_weights(self) -> None:
         if self._own is not None:
             self._require_worker().put(self._own)
             self._own = None
-        forward.gather_afresh(self._model)
 
     # The log.
 
@@ -414,12 +424,26 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
 
     @on(SaveStart)
     def on_save_start(self, event: SaveStart) -> None:
-        """End a round that was to end in the forward pass: what is saved are its results."""
+        """End a round that was to end in the forward pass: what is saved are its results.
+
+        Of weights without the optimizers' states those are saved that all workers have had last.
+        """
         self._conclude()
+        if run_options().no_save_optim and not self._require_worker().engine.synced:
+            self._put_synced_weights()
+
+    @on(SaveEnd)
+    def on_save_end(self, event: SaveEnd) -> None:
+        """Put the worker's own weights back."""
+        if self._own is not None:
+            self._put_own_weights()
+            forward.gather_afresh(self._model)
 
     def save_state(self, context: SaveContext) -> None:
         """Give every worker its own place in the checkpoint, and add the outer state."""
-        if not context.loading:
+        if not context.loading and context.args.no_save_optim:
+            keep_weights_alone(context, self._require_groups().worker)
+        elif not context.loading:
             worker = self._require_worker()
             by_time = None if self._meetings is None else self._meetings.state()
             if context.files is None:

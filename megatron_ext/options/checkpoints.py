@@ -23,7 +23,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS_OTHER_WAYS,
 )
 from megatron_ext.options.row import Asked, everywhere, row, says
-from megatron_ext.options.verdict import clash, needs_gpu, refused, tested
+from megatron_ext.options.verdict import OptionVerdict, clash, needs_gpu, refused, tested
 from megatron_ext.phrases import as_option
 
 __all__ = ["CHECKPOINTS"]
@@ -51,6 +51,21 @@ _PEERS_BEGIN = tested(
     f"{PEERS}test_option_bundles.py::test_a_peer_begins_with_a_checkpoint_as_a_stock_job_does"
 )
 _MOVES = tested(f"{BACKENDS}test_cpu_resume.py::test_an_iteration_that_is_overridden_moves_the_place_in_the_data")
+_PAIRWISE, _EAGER = "--local-sgd-pseudo-grad-reducer pairwise", "--local-sgd-eager-updates"
+
+
+def _never_equal(method: str) -> OptionVerdict:
+    return clash(
+        f"{method} is not combined with --no-save-optim, which saves the weights that all workers had last",
+        "drop one of them",
+    )
+
+
+_SYNCED_WEIGHTS = (
+    tested(f"{WORKERS}checkpoints/test_weights_alone.py::test_weights_alone_are_those_of_the_last_round")
+    .but(_PAIRWISE, _never_equal(_PAIRWISE))
+    .but(_EAGER, _never_equal(_EAGER))
+)
 _MOVES_NO_ROUND = tested(
     f"{WORKERS}test_checkpoint.py::test_an_iteration_that_is_overridden_moves_the_place_in_the_data_and_no_round"
 ).but(
@@ -126,10 +141,7 @@ CHECKPOINTS = (
     row(
         "--no-save-optim",
         cpu=_WEIGHTS,
-        local_sgd=refused(
-            "a checkpoint from the middle of an interval could not be resumed without the optimizers' states",
-            "drop it, and load with --no-load-optim where the weights alone are wanted",
-        ),
+        local_sgd=_SYNCED_WEIGHTS,
         hot_switch=_HOT_BEGINS,
         sync_service=_PEERS_BEGIN,
     ),

@@ -34,6 +34,7 @@ CIRCUMSTANCES: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "local-sgd": frozenset(
             {
+                "--local-sgd-eager-updates",
                 "--local-sgd-sync-in-forward",
                 "--local-sgd-pseudo-grad-reducer pairwise",
                 "--local-sgd-use-async",

@@ -23,7 +23,7 @@ from megatron_ext.seams.optimizer import InnerValues, is_distributed
 from megatron_ext.seams.sharded_state import beside_view
 from megatron_ext.worker_groups import WorkerGroups
 
-__all__ = ["assemble_files", "request_files"]
+__all__ = ["assemble_files", "part_of", "request_files"]
 
 _OUTER, _OWN = "local_sgd_outer", "local_sgd_own"
 
@@ -45,7 +45,7 @@ def assemble_files(
     tensors = engine.tensor_state()
     own = engine.worker_state()
     context.state[SUMMARY] = summary_of(worker, tensors, own, by_time)
-    files.part = _part_of(groups.worker, engine.synced)
+    files.part = part_of(groups.worker, engine.synced)
     files.leaves_head = groups.worker == 0 and not engine.synced
     # Megatron's rule of who writes; of ranks that share a context, one.
     writes = groups.dp_cp.rank() == 0 or groups.expert_dp.rank() == 0 or values.is_layer_wise
@@ -65,7 +65,7 @@ def request_files(
     Raises:
         UserError: the checkpoint is one of another model, or lacks a file.
     """
-    files.part = _part_of(plan.source, plan.synced)
+    files.part = part_of(plan.source, plan.synced)
     summary = plan.summary
     if summary is None or worker is None:
         return
@@ -73,7 +73,7 @@ def request_files(
     refuse_other_model(summary["parameters"], shapes_of(values.view), f"--load {plan.directory}")
     if summary["tensors"]:
         plan.outer = fresh_like(engine, summary["tensors"], offloaded=engine.config.cpu_offload)
-        _read(values, plan.outer, files.path(_name(_OUTER, groups, values), part=_part_of(0, plan.synced)))
+        _read(values, plan.outer, files.path(_name(_OUTER, groups, values), part=part_of(0, plan.synced)))
     if summary["own"]:
         plan.own = fresh_like(engine, summary["own"])
         _read(values, plan.own, files.path(_name(_OWN, groups, values)))
@@ -84,7 +84,8 @@ def _name(stem: str, groups: WorkerGroups, values: InnerValues) -> str:
     return f"{stem}_{groups.dp_cp.rank()}.pt" if values.is_layer_wise else f"{stem}.pt"
 
 
-def _part_of(worker: int, synced: bool) -> str:
+def part_of(worker: int, synced: bool) -> str:
+    """Return the folder that a worker's files have for themselves; empty where Megatron looks."""
     return "" if synced and worker == 0 else f"local_sgd_worker_{worker}"
 
 
