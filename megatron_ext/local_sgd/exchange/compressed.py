@@ -24,6 +24,7 @@ from megatron_ext.local_sgd.exchange.segment_memory import flattened
 from megatron_ext.local_sgd.exchange.segments import SegmentPiece
 from megatron_ext.local_sgd.reporting.round_report import RoundClock
 from megatron_ext.outer.codecs.codec import Codec
+from megatron_ext.outer.error_feedback import lost_in, wanted_of
 from megatron_ext.transport.collectives import Exchange, ExchangeMemory
 
 __all__ = ["CompressedRound"]
@@ -136,13 +137,13 @@ class CompressedRound:
                 messages = []
                 for piece in self._owned.pieces(segment, worker):
                     at = slice(piece.start, piece.stop)
-                    wanted = replicas[piece.index][at] - values[piece.index][at] + residuals[piece.index][at]
-                    codec = self._out[piece.index]
+                    residual, codec = residuals[piece.index][at], self._out[piece.index]
+                    wanted = wanted_of(replicas[piece.index][at], values[piece.index][at], residual)
                     message = codec.encode(wanted)
-                    lost = wanted.sub_(codec.decode(message, piece.numel))
                     if not keeps_residuals:
+                        lost_in(wanted, codec.decode(message, piece.numel), out=residual)
                         # A non-finite worker must not stay non-finite forever.
-                        residuals[piece.index][at] = lost.nan_to_num_(0.0, 0.0, 0.0)
+                        residual.nan_to_num_(0.0, 0.0, 0.0)
                     messages.append(message)
                 parts.append(_joined(messages, replicas))
             yield self._exchange(index, parts, memory)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_ext.errors import UserError
+from megatron_ext.outer.error_feedback import lost_in, wanted_of
 from megatron_ext.sync_service.peer.parts import Part, Values
 from megatron_ext.sync_service.protocol.frames import HEAD_BYTES, Frame, codec_of, cut, step_of
 from megatron_ext.sync_service.values.reused_memory import ReusedMemory
@@ -224,7 +225,7 @@ class Outgoing:
         """Work out what is so when what a frame brings counts, while what it was made of is in a processor's cache."""
         arrived = self._scratch("arrived", frame.count)
         frame.decode_into(arrived)
-        torch.sub(wanted, arrived, out=settled.residuals[key][at])
+        lost_in(wanted, arrived, out=settled.residuals[key][at])
         if key in settled.owned:
             anchor, step = self._anchors[key].view(-1)[at], step_of(arrived, frame.codec)
             torch.add(step, anchor, out=settled.owned[key].view(-1)[at])
@@ -233,5 +234,4 @@ class Outgoing:
     def _wanted(self, key: str, at: slice, values: Values, out: torch.Tensor) -> torch.Tensor:
         """Return what should arrive, in `out`: the pseudo-gradient and what earlier ones have lost."""
         anchor, value = self._anchors[key].view(-1)[at], values[key].detach().reshape(-1)[at]
-        gradient = torch.sub(anchor, value, out=out)
-        return gradient.add_(self.residuals[key][at]) if key in self.residuals else gradient
+        return wanted_of(anchor, value, self.residuals[key][at] if key in self.residuals else None, out)
