@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from megatron_ext import async_save
 from megatron_ext.batch_size import batch_size_problem, schedule_problem
 from megatron_ext.config_options import argument_of, choices_of
-from megatron_ext.errors import UserError, combine, in_one_line
+from megatron_ext.errors import UserError, combine, in_one_line, report
 from megatron_ext.hooks import LoadContext, hooks
 from megatron_ext.options import UnknownOption, missing_optimizers, unknown_options, unknown_problems
 from megatron_ext.patching import Patch, PatchRegistry
@@ -163,7 +163,8 @@ def _refuse_in_one_line(parser: argparse.ArgumentParser) -> None:
         known = parser._option_string_actions
         options = [word for word in words.split() if word.startswith("--")] if is_unknown else []
         hints = dict.fromkeys(hint for word in options if (hint := meant_option(word, known)))
-        raise UserError("; ".join([" ".join(message.split()), *hints]))
+        report(UserError("; ".join([" ".join(message.split()), *hints])))
+        raise SystemExit(2)  # as argparse does: a program that tries command lines catches it
 
     parser.error = error  # type: ignore[method-assign]  # the parser is made by Megatron, as argparse's own class
 

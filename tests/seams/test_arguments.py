@@ -20,7 +20,7 @@ from tests.support.pretrain import run_failing_pretrain
 )
 def test_what_the_parser_refuses_is_one_line_with_what_was_meant(options, said):
     ranks = run_failing_pretrain(toy_gpt(**options), 2)
-    assert [rank.exit_code for rank in ranks] == [1, 1]
+    assert [rank.exit_code for rank in ranks] == [2, 2]
     lines = [line for rank in ranks for line in rank.stderr.splitlines() if "error" in line]
     assert lines[0] == f"megatron-ext: error: {said}"
     assert not any("usage:" in rank.stderr or "Traceback" in rank.stderr for rank in ranks)
