@@ -63,12 +63,14 @@ _WITH_LEGACY_CHECKPOINTS = refused("Megatron does not combine it with distribute
 _CLIPS_IN_HALF_PRECISION = refused(
     "Megatron 0.19 looks for layers where half precision wraps them, and its first step fails", "add --bf16, or drop it"
 )
+_CLIPS_IN_EVERY_LAYER = refused("Megatron 0.19 looks for attention in every layer, and fails on those without")
+_CLIPS_WHOLE_WEIGHTS = refused("Megatron 0.19 multiplies whole weights, and fails on those that FSDP2 has cut")
 _CLIPS_WHOLE_VALUES = refused(
     "Megatron 0.19 clips main values of whole tensors, and fails on those that this optimizer has cut",
     "use --optimizer muon, which has them whole, or drop --use-distributed-optimizer",
 )
 _CLIPS_WHOLE_HEADS = refused(
-    "Megatron 0.19 takes the sizes of all heads for a rank's, and fails on weights that tensor parallelism has cut",
+    "Megatron 0.19 reckons with the heads of all ranks, and fails on weights that tensor parallelism has cut",
     "use --tensor-model-parallel-size 1, or drop it",
 )
 
@@ -181,6 +183,19 @@ OPTIMIZERS = (
         "--qk-clip or --log-max-attention-logit without --bf16 or --fp16",
         lambda args: (args.qk_clip or args.log_max_attention_logit) and not (args.bf16 or args.fp16),
         **everywhere(_CLIPS_IN_HALF_PRECISION),
+    ),
+    row(
+        "--qk-clip or --log-max-attention-logit with --hybrid-layer-pattern",
+        lambda args: bool(
+            (args.qk_clip or args.log_max_attention_logit)
+            and (args.hybrid_layer_pattern or args.hybrid_override_pattern)
+        ),
+        **everywhere(_CLIPS_IN_EVERY_LAYER),
+    ),
+    row(
+        "--qk-clip with --use-torch-fsdp2",
+        lambda args: args.qk_clip and args.use_torch_fsdp2,
+        **everywhere(_CLIPS_WHOLE_WEIGHTS),
     ),
     row(
         "--qk-clip with --use-distributed-optimizer, with --optimizer adam or sgd",

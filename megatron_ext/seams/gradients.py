@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_ext.params.fsdp_shards import local_part
 from megatron_ext.patching import Patch
 from megatron_ext.patching.bound_arguments import bound_with_defaults
-from megatron_ext.seams.process_groups import current_groups
+from megatron_ext.seams.process_groups import WorkerParallelState, current_groups
 from megatron_ext.transport.collectives import collective_device, ordered_sum
 from megatron_ext.worker_groups import WorkerGroups
 
@@ -25,6 +25,9 @@ _LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributed
 
 _one_norm: Callable[[Any], Any] | None = None
 """Makes the norm that a worker has worked out that of all of them."""
+
+_in_warmup: Callable[[], bool] | None = None
+"""Whether gradients are synchronous over all workers in this step."""
 
 
 def patches() -> list[Patch]:
@@ -44,6 +47,13 @@ def patches() -> list[Patch]:
             wrap=_wrap_zeros,
             parameters=("parameters", "grad_stats_parallel_group"),
             reason="Megatron counts a layer-wise optimizer's zeros over all ranks, so over all workers",
+        ),
+        Patch(
+            name="gradients/logits",
+            target="megatron.core.optimizer.qk_clip:parallel_state",
+            wrap=_ThoseThatStepTogether,
+            rebind=False,
+            reason="clip weights by the attention logits of the ranks that make this step together",
         ),
         Patch(
             name="gradients/norm-groups",
@@ -90,14 +100,29 @@ def install_synchronous_warmup(config: Any, groups: WorkerGroups, in_warmup: Cal
 
     config.finalize_model_grads_func = finalize
 
-    global _one_norm
-    _one_norm = functools.partial(_of_first_worker, groups, in_warmup)
+    global _one_norm, _in_warmup
+    _one_norm, _in_warmup = functools.partial(_of_first_worker, groups, in_warmup), in_warmup
 
 
 def forget_synchronous_warmup() -> None:
     """Let go of the groups and the model of a former run in this process."""
-    global _one_norm
-    _one_norm = None
+    global _one_norm, _in_warmup
+    _one_norm = _in_warmup = None
+
+
+class _ThoseThatStepTogether(WorkerParallelState):
+    """`parallel_state` as a worker sees it, and in warm-up, where all workers make the same step, as it is."""
+
+    def get_data_parallel_group(
+        self,
+        with_context_parallel: bool = False,
+        with_gtp_remat: bool = True,
+        partial_data_parallel: bool = False,
+    ) -> Any:
+        """Return the data-parallel group of the ranks whose weights change alike."""
+        if _in_warmup is not None and _in_warmup():
+            return self._full.get_data_parallel_group(with_context_parallel=with_context_parallel)
+        return super().get_data_parallel_group(with_context_parallel, with_gtp_remat, partial_data_parallel)
 
 
 @torch.no_grad()

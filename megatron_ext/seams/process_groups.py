@@ -44,7 +44,6 @@ WORKER_VIEW_MODULES = (
     ("megatron.core.distributed.torch_fully_sharded_data_parallel", "parallel_state"),
     ("megatron.core.models.common.language_module.language_module", "parallel_state"),
     ("megatron.core.optimizer.optimizer", "parallel_state"),
-    ("megatron.core.optimizer.qk_clip", "parallel_state"),
     ("megatron.core.pipeline_parallel.schedules", "parallel_state"),
     ("megatron.core.process_groups_config", "parallel_state"),
     ("megatron.core.transformer.moe.moe_logging", "parallel_state"),

@@ -70,6 +70,13 @@ def test_a_worker_goes_by_its_own_logits_as_a_stock_job_does(case: str):
     assert len(found[0]) == 6 and found[0] != found[1]
 
 
+def test_in_warmup_the_logits_of_all_workers_count():
+    # Workers that clip apart would have other weights where warm-up ends, which is an error.
+    ranks = run("clipped", 2, local_sgd_warmup_steps=3, local_sgd_sync_interval=100)
+    first, second = (ranks[0].probe for ranks in worker_slices(ranks, CASES["clipped"][0], 2))
+    assert first[:3] == second[:3] and first[3:] != second[3:]
+
+
 def test_weights_are_clipped():
     clipped, not_clipped = (run("clipped", None, patch="backend-only", qk_clip_threshold=most) for most in (1e-3, 100))
     assert max(clipped[0].probe[1:]) < max(not_clipped[0].probe[1:])

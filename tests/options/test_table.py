@@ -210,6 +210,8 @@ DOUBTFUL = [
     "--qk-clip",
     "--qk-clip --use-distributed-optimizer --bf16",
     "--qk-clip --tensor-model-parallel-size 2 --bf16",
+    "--qk-clip --hybrid-layer-pattern M* --bf16",
+    "--use-torch-fsdp2 --qk-clip --bf16",
     "--mtp-num-layers 1",
     "--iterations-to-skip 3",
     "--result-rejected-tracker-filename rejected.txt",

@@ -22,6 +22,7 @@ FULL_VIEW = {
     "megatron.training.distillation.cached_logits_loss": "not used by a run with local SGD",
     "megatron.core.datasets.data_schedule": "hybrid context parallelism, which local SGD refuses",
     "megatron.core.pipeline_parallel.hybrid_cp_schedule": "hybrid context parallelism, which local SGD refuses",
+    "megatron.core.optimizer.qk_clip": "seams.gradients has a view for it: of all workers in warm-up, else of one",
     "megatron.core.transformer.experimental_attention_variant.dsa": "refused with local SGD",
     "megatron.core.tensor_parallel.generalized_tensor_parallelism": "GTP, which local SGD refuses",
     "megatron.core.resharding.refit": "not used by training",
