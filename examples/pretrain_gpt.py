@@ -104,6 +104,11 @@ def refuse_other_data(args: argparse.Namespace) -> None:
             "--sft and --dataloader-inter-document-masking: examples/pretrain_gpt.py packs documents from Megatron "
             "0.19 on; run Megatron's own pretrain_gpt.py with `python -m megatron_ext`"
         )
+    if args.sft and args.create_attention_mask_in_dataloader:
+        raise UserError(
+            "--sft: Megatron's samples of conversations have no attention mask; add "
+            "--no-create-attention-mask-in-dataloader"
+        )
     if packs_documents(args) and args.context_parallel_size > 1:
         raise UserError(
             "--context-parallel-size: examples/pretrain_gpt.py does not cut samples of several documents; run "

@@ -182,7 +182,7 @@ DATA_ORDER = (
         lambda args: (
             bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
             and args.pipeline_model_parallel_size > 1
-            and args.micro_batch_size > 1
+            and (args.micro_batch_size or 1) > 1
         ),
         cpu=_STAGES_PACK_NONE,
         local_sgd=_STAGES_PACK_NONE,

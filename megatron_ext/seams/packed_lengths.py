@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from megatron_ext.patching import Patch
+from megatron_ext.patching.bound_arguments import bound_with_defaults
+from megatron_ext.run_options import run_options
 from megatron_ext.seams.process_groups import current_groups, spans_workers
+from megatron_ext.transport.collectives import collective_device
 
 __all__ = ["patches"]
 
@@ -23,8 +28,33 @@ def patches() -> list[Patch]:
             target="megatron.training.training:consume_seqlen_stats_in_iteration",
             wrap=_wrap_consume,
             reason="Megatron adds up the lengths of packed documents over all ranks in every step, so over all workers",
-        )
+        ),
+        Patch(
+            name="packed-lengths/save",
+            target="megatron.training.checkpointing:save_checkpoint",
+            wrap=_wrap_save,
+            parameters=("num_floating_point_operations_so_far",),
+            reason="workers count operations by the lengths of their own documents, and a checkpoint has one count",
+        ),
     ]
+
+
+def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
+        groups, run = current_groups(), run_options()
+        if groups.num_workers == 1 or not (run.sft or getattr(run, "dataloader_inter_document_masking", False)):
+            return original(*args, **kwargs)
+        bound = bound_with_defaults(signature, args, kwargs)
+        count = bound.arguments["num_floating_point_operations_so_far"]
+        common = torch.tensor([count], dtype=torch.float64, device=collective_device(groups.across))
+        dist.broadcast(common, src=dist.get_process_group_ranks(groups.across)[0], group=groups.across)
+        bound.arguments["num_floating_point_operations_so_far"] = type(count)(common.item())
+        return original(*bound.args, **bound.kwargs)
+
+    return save_checkpoint
 
 
 def _wrap_consume(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -37,7 +67,7 @@ def _wrap_consume(original: Callable[..., Any]) -> Callable[..., Any]:
             return original()
         sums = training._seqlen_stats_in_iteration
         dist.all_reduce(sums, group=groups.inside)
-        # A replica's ranks have all added the same. The other workers have as many samples, and nobody asks them how
+        # A replica's ranks have all added the same. Other workers have about as many samples, and nobody asks them how
         # long their documents are: it is for the log's count of operations alone.
         replicas = groups.dp.size() * groups.num_workers
         tokens, squares = (sums * (replicas / groups.inside.size())).tolist()
