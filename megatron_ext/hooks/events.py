@@ -239,7 +239,7 @@ class SaveStart(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveEnd(Event):
-    """A checkpoint was written, or handed to what writes it, or that failed; by `seams.checkpoint.patches()`."""
+    """A checkpoint was written, or handed to what writes it; by `seams.checkpoint.patches()`."""
 
 
 @dataclass(frozen=True, kw_only=True)

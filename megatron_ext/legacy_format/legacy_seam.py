@@ -118,12 +118,10 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        try:
-            if run_options().ckpt_format == LEGACY:
-                return save_files(*args, **kwargs)
-            return original(*args, **kwargs)
-        finally:
-            hooks.fire(SaveEnd())
+        save = save_files if run_options().ckpt_format == LEGACY else original
+        result = save(*args, **kwargs)
+        hooks.fire(SaveEnd())
+        return result
 
     def save_files(*args: Any, **kwargs: Any) -> Any:
         run, given = run_options(), bound_with_defaults(signature, args, kwargs).arguments

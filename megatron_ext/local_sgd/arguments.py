@@ -152,8 +152,8 @@ def notices(args: Any) -> list[str]:
         )
     if args.save and args.no_save_optim:
         lines.append(
-            "local SGD: --no-save-optim: checkpoints have the weights of the last round and nothing else, and none of "
-            "them resumes this run"
+            "local SGD: --no-save-optim: checkpoints have the weights of the last round, whatever steps came after it, "
+            "and none of them resumes this run"
         )
     streaming = StreamingConfig.from_args(args)
     if streaming.eager:
@@ -205,7 +205,9 @@ def _said(outer: OuterOptimizerConfig) -> str:
     return ", ".join([outer.name, *changing])
 
 
-def ending_notice(train_iters: int | None, done: int, since: int, interval: int) -> str | None:
+def ending_notice(
+    train_iters: int | None, done: int, since: int, interval: int, *, weights_alone: bool = False
+) -> str | None:
     """Return what to say when training is going to end between two rounds.
 
     Args:
@@ -213,6 +215,7 @@ def ending_notice(train_iters: int | None, done: int, since: int, interval: int)
         done: iterations that lie behind, warm-up included.
         since: steps of them since the last round.
         interval: steps from one round to the next.
+        weights_alone: whether checkpoints have those of the last round alone.
     """
     rest = 0 if train_iters is None else (train_iters - done + since) % interval
     if not rest or train_iters is None or train_iters <= done:
@@ -222,10 +225,11 @@ def ending_notice(train_iters: int | None, done: int, since: int, interval: int)
             f"local SGD: no round falls into this run: --train-iters {train_iters} ends {plural(rest, 'step')} into an "
             f"interval of {interval} (--local-sgd-sync-interval), and every worker keeps weights of its own"
         )
-    return (
-        f"local SGD: --train-iters {train_iters} ends {plural(rest, 'step')} after a round; a checkpoint saved there "
-        "holds every worker apart and cannot be read without --use-local-sgd"
-    )
+    what = "holds every worker apart and cannot be read without --use-local-sgd"
+    if weights_alone:
+        what = "has that round's weights, without these steps (--no-save-optim)"
+    end = f"--train-iters {train_iters} ends {plural(rest, 'step')} after a round"
+    return f"local SGD: {end}; a checkpoint saved there {what}"
 
 
 def _shape_problems(args: Any, config: LocalSGDConfig) -> list[str]:

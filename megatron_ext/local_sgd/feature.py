@@ -84,6 +84,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         self._in_warmup = False
         self._last_iteration: int | None = None
         self._own: list[torch.Tensor] | None = None
+        self._own_biases: list[torch.Tensor] = []
         self._arrivals: Arrivals | None = None
         self._model: Sequence[Any] = ()
         self._will_wait = False
@@ -218,7 +219,8 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
             )
         if not engine.drifts:
             done = max(args.iteration, config.local_sgd_warmup_steps) if engine.in_warmup else args.iteration
-            line = ending_notice(args.train_iters, done, engine.steps_since_sync, config.local_sgd_sync_interval)
+            since, interval = engine.steps_since_sync, config.local_sgd_sync_interval
+            line = ending_notice(args.train_iters, done, since, interval, weights_alone=args.no_save_optim)
             if line is not None:
                 say(line)
 
@@ -397,8 +399,9 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
 
     def _put_synced_weights(self) -> None:
         worker = self._require_worker()
+        synced = worker.engine.gather_anchor()
         self._own = [value.clone() for value in worker.engine.values]
-        worker.put(worker.engine.gather_anchor())
+        worker.put(synced)
 
     def _put_own_weights(self) -> None:
         if self._own is not None:
@@ -429,15 +432,21 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         Of weights without the optimizers' states those are saved that all workers have had last.
         """
         self._conclude()
-        if run_options().no_save_optim and not self._require_worker().engine.synced:
+        worker = self._require_worker()
+        if run_options().no_save_optim and not worker.engine.synced:
             self._put_synced_weights()
+            self._own_biases = worker.put_mean_biases()
 
     @on(SaveEnd)
     def on_save_end(self, event: SaveEnd) -> None:
         """Put the worker's own weights back."""
         if self._own is not None:
+            worker = self._require_worker()
             self._put_own_weights()
+            worker.put_biases(self._own_biases)
             forward.gather_afresh(self._model)
+            # Rounds in flight have had their outer steps now; if the run ends here, nothing else logs them.
+            self._take(worker.engine.collect(), self._iteration)
 
     def save_state(self, context: SaveContext) -> None:
         """Give every worker its own place in the checkpoint, and add the outer state."""

@@ -85,6 +85,16 @@ class Worker:
             value.copy_(tensor)
         self.values.refresh(now=True)
 
+    def put_mean_biases(self) -> list[torch.Tensor]:
+        """Give the routers of all workers the mean of their biases; return this worker's own."""
+        own = self._biases.values()
+        self._biases.take_mean(self.groups.across)
+        return own
+
+    def put_biases(self, values: list[torch.Tensor]) -> None:
+        """Give the routers biases that `put_mean_biases` returned."""
+        self._biases.put(values)
+
     def settle(self, scheduler: Any) -> None:
         """Make equal what rounds do not move, where workers have met: routers' biases, and the schedule's place.
 

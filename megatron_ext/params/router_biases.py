@@ -8,6 +8,7 @@ quantile of the step's logits, or moves them towards it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ class RouterBiases:
         own = torch.cat([entry.parameter.detach() for entry in self.entries])
         all_of_them = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
         dist.all_gather(all_of_them, own, group=group)
-        self._put(torch.stack(all_of_them).mean(dim=0))
+        self._put_one_behind_the_other(torch.stack(all_of_them).mean(dim=0))
 
     @torch.no_grad()
     def take_from_first(self, group: Any) -> None:
@@ -50,9 +51,17 @@ class RouterBiases:
             return
         common = torch.cat([entry.parameter.detach() for entry in self.entries])
         dist.broadcast(common, src=dist.get_process_group_ranks(group)[0], group=group)
-        self._put(common)
+        self._put_one_behind_the_other(common)
 
-    def _put(self, values: torch.Tensor) -> None:
-        sizes = [entry.parameter.numel() for entry in self.entries]
-        for entry, value in zip(self.entries, torch.split(values, sizes), strict=True):
+    def values(self) -> list[torch.Tensor]:
+        """Return copies of the biases."""
+        return [entry.parameter.detach().clone() for entry in self.entries]
+
+    @torch.no_grad()
+    def put(self, values: Sequence[torch.Tensor]) -> None:
+        """Give the routers of this rank biases, in the order of `values`."""
+        for entry, value in zip(self.entries, values, strict=True):
             entry.parameter.copy_(value)
+
+    def _put_one_behind_the_other(self, values: torch.Tensor) -> None:
+        self.put(torch.split(values, [entry.parameter.numel() for entry in self.entries]))

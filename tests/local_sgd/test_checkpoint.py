@@ -291,19 +291,19 @@ READING = {
 
 
 def test_an_iteration_that_is_overridden_moves_the_place_in_the_data_and_no_round(tmp_path):
-    """Also: one that lies in warm-up, which is over."""
     options = {**SCHEDULE, "local_sgd_round_log": str(tmp_path / "through"), "save": str(tmp_path), "save_interval": 1}
     through = local_run("dp2", "bf16-distopt", workers=2, **options)
     assert [entry["iteration"] for entry in read_rounds(tmp_path / "through")] == [5, 8]
     # After iteration 4 there were 2 steps of 3.
     options = {**SCHEDULE, "local_sgd_round_log": str(tmp_path / "again"), "load": str(tmp_path), "ckpt_step": 4}
-    again = local_run("dp2", "bf16-distopt", workers=2, **options, override_ckpt_iteration=1)
-    assert [step.iteration for step in again[0].record.steps] == [2, 3, 4, 5, 6, 7, 8]
-    assert [entry["iteration"] for entry in read_rounds(tmp_path / "again")] == [2, 5, 8]
+    again = local_run("dp2", "bf16-distopt", workers=2, **options, override_ckpt_iteration=2)
+    assert [step.iteration for step in again[0].record.steps] == [3, 4, 5, 6, 7, 8]
+    assert [entry["iteration"] for entry in read_rounds(tmp_path / "again")] == [3, 6]
     consumed = [re.findall(r"consumed samples: +(\d+) \|", run[-1].stdout) for run in (through, again)]
-    assert consumed[1] == consumed[0][1:]
-    first, second = worker_slices(again, "dp2", 2)
-    assert model_digests(first) == model_digests(second)
+    assert consumed[1] == consumed[0][2:]
+    back = arguments("dp2", "bf16-distopt", workers=2, **options, override_ckpt_iteration=1)
+    errors = run_failing_pretrain(back, 4)[0].stderr
+    assert "--local-sgd-warmup-steps 2 lies beyond --override-ckpt-iteration 1; give" in errors
 
 
 def test_options_for_keeping_and_reading_checkpoints(tmp_path):

@@ -173,12 +173,13 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
             )
         # A peer that a sync service has sent back is out of it for good.
         went_back = getattr(args, "sync_service", None) is not None
-        is_before_its_end = context.state.get("iteration", 0) < args.local_sgd_warmup_steps
-        if not summary["in_warmup"] and is_before_its_end and not went_back:
+        place, said = context.state.get("iteration", 0), "its iteration"
+        if getattr(args, "override_ckpt_iteration", None) is not None:
+            place, said = args.override_ckpt_iteration, "--override-ckpt-iteration"
+        if not summary["in_warmup"] and place < args.local_sgd_warmup_steps and not went_back:
             raise UserError(
                 f"{where}: saved after warm-up had ended, and --local-sgd-warmup-steps {args.local_sgd_warmup_steps} "
-                f"lies beyond its iteration {context.state.get('iteration')}; give the value of the run that saved it, "
-                "or that iteration"
+                f"lies beyond {said} {place}; give the value of the run that saved it, or that iteration"
             )
     refuse_bound_format(context)
     return plan

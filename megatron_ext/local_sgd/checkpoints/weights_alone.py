@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of weights without optimizers' states (`--no-save-optim`): what a stock job of one worker would write.
 
-All workers hold the same weights then, those of the last round, so that nothing else is needed, and any job can load
-them. None resumes the run.
+All workers hold the same weights then, those of the last round, and the same biases of routers, so that nothing else is
+needed, and any job can load them. None resumes the run.
 """
 
 from __future__ import annotations

@@ -4,12 +4,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.local_sgd.runs import arguments, local_run, model_digests, same_state
+from tests.local_sgd.runs import arguments, local_run, same_state, worker_slices
+from tests.local_sgd.test_router_biases import BIASED, biases
 from tests.support.every_run import one_of_each
 from tests.support.presets import LAYOUTS, Options
-from tests.support.pretrain import run_pretrain
+from tests.support.pretrain import RankOutcome, run_pretrain
 from tests.support.slow_writer import ASYNC
 
 # Rounds follow iterations 5 and 8; 1 lies in warm-up, 3, 4 and 7 in mid-interval.
@@ -57,13 +59,30 @@ def test_between_rounds_of_fragments_they_are_the_synced_ones(tmp_path: Path):
     assert same_state(through, local_run("single", "fp32", workers=2, **SCHEDULE, **STREAMING))
     found = [loaded("single", "fp32", tmp_path, iteration) for iteration in (6, 7, 8)]
     assert found[0] != found[2] == [through[0].parameters]
-    assert found[1] not in ([rank.parameters] for rank in through)
+    apart = local_run("single", "fp32", workers=2, **SCHEDULE, **STREAMING, exit_interval=7)
+    assert apart[0].parameters != apart[1].parameters
+    assert found[1] not in ([rank.parameters] for rank in apart)
 
 
 def test_any_number_of_workers_begins_with_them(tmp_path: Path):
-    saving: Options = {"save": str(tmp_path), "save_interval": 4, "no_save_optim": True}
+    saving: Options = {"save": str(tmp_path), "save_interval": 4, "no_save_optim": True, "exit_interval": 4}
     local_run("single", "bf16", workers=2, **SCHEDULE, **saving)
-    start: Options = {"load": str(tmp_path), "finetune": True}
-    ranks = local_run("single", "bf16", workers=3, **SCHEDULE, **start)
+    start: Options = {"load": str(tmp_path), "finetune": True, "lr": 1e-30, "weight_decay": 0.0}
+    ranks = local_run("single", "bf16", workers=3, **{**SCHEDULE, **start})
     assert "a checkpoint without local-SGD state" in "".join(rank.stdout for rank in ranks)
-    assert len({str(model_digests([rank])) for rank in ranks}) == 1
+    synced = loaded("single", "bf16", tmp_path, 4)
+    assert all([rank.parameters] == synced for rank in ranks)
+
+
+def test_biases_of_routers_are_the_mean_of_the_workers(tmp_path: Path):
+    def run(workers: int | None, **options: Any) -> list[RankOutcome]:
+        command = arguments("moe-ep2", "bf16", workers=workers, **{**SCHEDULE, **BIASED, **options})
+        return run_pretrain(command, LAYOUTS["moe-ep2"].world_size(workers or 1), probe=biases)
+
+    apart = run(2, save=str(tmp_path), save_interval=4, no_save_optim=True, exit_interval=4)
+    of_workers = [np.float32(ranks[0].probe) for ranks in worker_slices(apart, "moe-ep2", 2)]
+    assert not np.array_equal(*of_workers)
+    nothing_moves = {"lr": 1e-30, "weight_decay": 0.0, "moe_router_bias_update_rate": 0.0}
+    warmup = dict.fromkeys(("local_sgd_warmup_steps", "local_sgd_sync_interval"))
+    stock = run(None, **warmup, load=str(tmp_path), no_load_optim=True, train_iters=5, **nothing_moves)
+    assert np.array_equal(np.float32(stock[0].probe), (of_workers[0] + of_workers[1]) / 2)
