@@ -432,10 +432,9 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         Of weights without the optimizers' states those are saved that all workers have had last.
         """
         self._conclude()
-        worker = self._require_worker()
-        if run_options().no_save_optim and not worker.engine.synced:
+        if run_options().no_save_optim and not self._require_worker().engine.synced:
             self._put_synced_weights()
-            self._own_biases = worker.put_mean_biases()
+            self._own_biases = self._require_worker().put_mean_biases()
 
     @on(SaveEnd)
     def on_save_end(self, event: SaveEnd) -> None:

@@ -63,6 +63,7 @@ _WITH_LEGACY_CHECKPOINTS = refused("Megatron does not combine it with distribute
 _CLIPS_IN_HALF_PRECISION = refused(
     "Megatron 0.19 looks for layers where half precision wraps them, and its first step fails", "add --bf16, or drop it"
 )
+_IN_ITS_OWN_ROW = accepted("what is said of each of them holds")
 _CLIPS_IN_EVERY_LAYER = refused("Megatron 0.19 looks for attention in every layer, and fails on those without")
 _CLIPS_WHOLE_WEIGHTS = refused("Megatron 0.19 multiplies whole weights, and fails on those that FSDP2 has cut")
 _CLIPS_WHOLE_VALUES = refused(
@@ -182,7 +183,10 @@ OPTIMIZERS = (
     row(
         "--qk-clip or --log-max-attention-logit without --bf16 or --fp16",
         lambda args: (args.qk_clip or args.log_max_attention_logit) and not (args.bf16 or args.fp16),
-        **everywhere(_CLIPS_IN_HALF_PRECISION),
+        cpu=_IN_ITS_OWN_ROW,
+        local_sgd=_CLIPS_IN_HALF_PRECISION,
+        hot_switch=_CLIPS_IN_HALF_PRECISION,
+        sync_service=_CLIPS_IN_HALF_PRECISION,
     ),
     row(
         "--qk-clip or --log-max-attention-logit with --hybrid-layer-pattern",

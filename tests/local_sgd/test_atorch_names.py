@@ -121,7 +121,7 @@ def test_sparsification_at_density_1_keeps_everything():
 @pytest.mark.parametrize("given", ["{lr: 0.7}", "[0.7]", '{"lr": NaN}'])
 def test_arguments_that_are_no_json_object_are_refused_with_an_example(given):
     (rank,) = run_ranks(parsed_outer_optimizer, 1, given, expect_failure=True)
-    assert rank.exit_code == 1
+    assert rank.exit_code == 2
     assert f"--outer-optim-kwargs: '{given}' is not" in rank.stderr
     assert '{"lr": 0.7, "momentum": 0.9}' in rank.stderr
 
