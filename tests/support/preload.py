@@ -66,7 +66,16 @@ def _import_quietly() -> None:
     with quietly():
         _import_optimizers()
         for name in MODULES:
-            importlib.import_module(name)
+            _import(name)
+
+
+def _import(name: str) -> None:
+    """Import a module, unless it is one of Megatron's that the release lacks."""
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name.startswith("megatron.") or not f"{name}.".startswith(f"{error.name}."):
+            raise
 
 
 def _import_optimizers() -> None:
