@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["asks_to_switch", "builds_from_config"]
+__all__ = ["asks_to_switch", "builds_from_config", "packs_documents"]
 
 
 def asks_to_switch(args: Any) -> bool:
@@ -16,6 +16,15 @@ def asks_to_switch(args: Any) -> bool:
     """
     given = (getattr(args, name, None) for name in ("hot_switch_strategies", "hot_switch_strategy_file"))
     return any(value is not None for value in given)
+
+
+def packs_documents(args: Any) -> bool:
+    """Return whether samples say where documents begin, so that attention stays inside them.
+
+    Args:
+        args: Megatron's arguments; not every release has both options.
+    """
+    return bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
 
 
 def builds_from_config() -> bool:

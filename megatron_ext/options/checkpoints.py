@@ -13,6 +13,7 @@ from megatron_ext.options.common_verdicts import (
     HOT_OTHER_WAYS,
     HOT_SKIPPED,
     OTHER_WAYS,
+    PAIRWISE,
     PEERS,
     PEERS_ASYNC_SAVE,
     PEERS_BUNDLE,
@@ -51,7 +52,7 @@ _PEERS_BEGIN = tested(
     f"{PEERS}test_option_bundles.py::test_a_peer_begins_with_a_checkpoint_as_a_stock_job_does"
 )
 _MOVES = tested(f"{BACKENDS}test_cpu_resume.py::test_an_iteration_that_is_overridden_moves_the_place_in_the_data")
-_PAIRWISE, _EAGER = "--local-sgd-pseudo-grad-reducer pairwise", "--local-sgd-eager-updates"
+_EAGER = "--local-sgd-eager-updates"
 
 
 def _never_equal(method: str) -> OptionVerdict:
@@ -63,7 +64,7 @@ def _never_equal(method: str) -> OptionVerdict:
 
 _SYNCED_WEIGHTS = (
     tested(f"{WORKERS}checkpoints/test_weights_alone.py::test_weights_alone_are_those_of_the_last_round")
-    .but(_PAIRWISE, _never_equal(_PAIRWISE))
+    .but(PAIRWISE, _never_equal(PAIRWISE))
     .but(_EAGER, _never_equal(_EAGER))
 )
 _MOVES_NO_ROUND = tested(

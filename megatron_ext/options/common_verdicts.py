@@ -37,6 +37,7 @@ __all__ = [
     "ON_GPU_ALONE_PEERS",
     "OTHER_WAYS",
     "OWN_SCRIPT",
+    "PAIRWISE",
     "PEERS",
     "PEERS_ASYNC_SAVE",
     "PEERS_BUNDLE",
@@ -55,6 +56,9 @@ __all__ = [
 
 BACKENDS = "tests/backends/"
 STRATEGIES = "tests/hot_switch/"
+PAIRWISE = "--local-sgd-pseudo-grad-reducer pairwise"
+"""After whose rounds workers have nothing in common."""
+
 WORKERS = "tests/local_sgd/"
 PEERS = "tests/sync_service/megatron/"
 EXPERTS = "tests/spes/"

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from megatron_ext.options.asked import asks_to_switch
+from megatron_ext.options.asked import asks_to_switch, packs_documents
 from megatron_ext.options.common_verdicts import (
     APART,
     BACKENDS,
@@ -180,7 +180,7 @@ DATA_ORDER = (
     row(
         "--sft or --dataloader-inter-document-masking with pipeline stages and --micro-batch-size above 1",
         lambda args: (
-            bool(args.sft or getattr(args, "dataloader_inter_document_masking", False))
+            packs_documents(args)
             and args.pipeline_model_parallel_size > 1
             and (args.micro_batch_size or 1) > 1
         ),

@@ -13,6 +13,7 @@ from megatron_ext.options.common_verdicts import (
     HOT_BUNDLE,
     NO_TE_ON_CPU,
     ON_A_GPU,
+    PAIRWISE,
     PEER_ON_A_GPU,
     PEERS,
     PEERS_BUNDLE,
@@ -54,12 +55,11 @@ def _has_untrained_biases(args: Any) -> bool:
 
 _MEAN_OF_WORKERS = tested(f"{WORKERS}test_router_biases.py::test_a_round_takes_the_mean_of_the_workers_biases")
 _MEAN_OF_PEERS = tested(f"{PEERS}test_router_biases.py::test_a_round_takes_the_mean_of_the_peers_biases")
-_PAIRWISE = "--local-sgd-pseudo-grad-reducer pairwise"
 
 
 def _biases_of_all(option: str) -> OptionVerdict:
     return clash(
-        f"{_PAIRWISE} is not combined with {option}, of whose biases rounds take the mean over all workers",
+        f"{PAIRWISE} is not combined with {option}, of whose biases rounds take the mean over all workers",
         "drop one of them",
     )
 
@@ -96,7 +96,7 @@ MIXTURE = (
     row(
         "--moe-router-enable-expert-bias",
         cpu=_MEAN_OF_WORKERS,
-        local_sgd=_MEAN_OF_WORKERS.but(_PAIRWISE, _biases_of_all("--moe-router-enable-expert-bias")),
+        local_sgd=_MEAN_OF_WORKERS.but(PAIRWISE, _biases_of_all("--moe-router-enable-expert-bias")),
         hot_switch=tested(f"{STRATEGIES}test_training.py::test_biases_of_routers_follow_the_tokens_of_all_strategies"),
         sync_service=_MEAN_OF_PEERS,
     ),
@@ -105,7 +105,7 @@ MIXTURE = (
         lambda args: "quantile_balancing" in args.moe_router_load_balancing_type,
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_routers_that_balance_by_quantiles"),
         local_sgd=_MEAN_OF_WORKERS.but(
-            _PAIRWISE, _biases_of_all("--moe-router-load-balancing-type quantile_balancing")
+            PAIRWISE, _biases_of_all("--moe-router-load-balancing-type quantile_balancing")
         ),
         hot_switch=refused(
             "its quantiles are of the tokens of one micro-batch, which the strategies decide", "use another type"

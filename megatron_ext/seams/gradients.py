@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_ext.params.fsdp_shards import local_part
 from megatron_ext.patching import Patch
 from megatron_ext.patching.bound_arguments import bound_with_defaults
-from megatron_ext.seams.process_groups import WorkerParallelState, current_groups
+from megatron_ext.seams.process_groups import WorkerParallelState, current_groups, whole_groups
 from megatron_ext.transport.collectives import collective_device, ordered_sum
 from megatron_ext.worker_groups import WorkerGroups
 
@@ -113,16 +113,10 @@ def forget_synchronous_warmup() -> None:
 class _ThoseThatStepTogether(WorkerParallelState):
     """`parallel_state` as a worker sees it, and in warm-up, where all workers make the same step, as it is."""
 
-    def get_data_parallel_group(
-        self,
-        with_context_parallel: bool = False,
-        with_gtp_remat: bool = True,
-        partial_data_parallel: bool = False,
-    ) -> Any:
-        """Return the data-parallel group of the ranks whose weights change alike."""
+    def _groups(self) -> WorkerGroups:
         if _in_warmup is not None and _in_warmup():
-            return self._full.get_data_parallel_group(with_context_parallel=with_context_parallel)
-        return super().get_data_parallel_group(with_context_parallel, with_gtp_remat, partial_data_parallel)
+            return whole_groups(self._full)
+        return super()._groups()
 
 
 @torch.no_grad()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ext.options.asked import packs_documents
 from megatron_ext.patching import Patch
 from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
@@ -44,8 +45,8 @@ def _wrap_save(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def save_checkpoint(*args: Any, **kwargs: Any) -> Any:
-        groups, run = current_groups(), run_options()
-        if groups.num_workers == 1 or not (run.sft or getattr(run, "dataloader_inter_document_masking", False)):
+        groups = current_groups()
+        if groups.num_workers == 1 or not packs_documents(run_options()):
             return original(*args, **kwargs)
         bound = bound_with_defaults(signature, args, kwargs)
         count = bound.arguments["num_floating_point_operations_so_far"]

@@ -34,6 +34,7 @@ __all__ = [
     "patches",
     "seen_by_a_worker",
     "spans_workers",
+    "whole_groups",
 ]
 
 
@@ -166,7 +167,7 @@ class WorkerParallelState:
         return getattr(self._full, name)
 
     def _groups(self) -> WorkerGroups:
-        return current_groups() if _cuts else _whole_groups(self._full)
+        return current_groups() if _cuts else whole_groups(self._full)
 
     def get_data_parallel_group(
         self,
@@ -313,8 +314,8 @@ def _wrap_collection(original: Callable[..., Any]) -> Callable[..., Any]:
     return setup_process_groups
 
 
-def _whole_groups(state: Any) -> WorkerGroups:
-    """Return the groups while a layout is in place that lies inside the worker: its own."""
+def whole_groups(state: Any) -> WorkerGroups:
+    """Return the groups of the layout in place, not cut into workers."""
     dp_cp = state.get_data_parallel_group(with_context_parallel=True)
     instance = InstanceGroups(
         dp_cp=dp_cp,
