@@ -38,7 +38,7 @@ from megatron_ext.sync_service.peer.upload import upload
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import Progress, Report
-from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue
+from megatron_ext.sync_service.protocol.resuming import KEPT_RESULTS, Adopt, Claim, Continue
 from megatron_ext.sync_service.protocol.round_digest import RoundDigest
 
 __all__ = ["ClientConfig", "Report", "RoundOutcome", "SyncClient", "Values"]
@@ -307,6 +307,10 @@ class SyncClient:
         if answer.contributed and settled is not None:
             expected = dict(settled.owned) if answer.newest == number else {}
             self._outgoing.keep_residuals(settled, answer.excluded)
+        elif settled is not None and answer.newest - number >= KEPT_RESULTS:
+            # If it counted it has brought the residuals from before, which must not come a second time.
+            log.warning("round %d is too long ago to know whether it counted this peer's contribution", number)
+            self._outgoing.drop_residuals()
         elif not answer.contributed:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")
         if answer.newest == self.round + 1:

@@ -9,7 +9,10 @@ from typing import Any
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import Progress
 
-__all__ = ["Adopt", "Claim", "Continue", "Refuse", "ResumeAnswer", "Wait"]
+__all__ = ["KEPT_RESULTS", "Adopt", "Claim", "Continue", "Refuse", "ResumeAnswer", "Wait"]
+
+KEPT_RESULTS = 16
+"""How many rounds back a peer can ask what became of its contribution."""
 
 _LONGEST_DIGEST = 64
 

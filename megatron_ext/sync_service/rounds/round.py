@@ -18,14 +18,12 @@ from typing import Any, Literal
 from megatron_ext.phrases import listed
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import Progress
+from megatron_ext.sync_service.protocol.resuming import KEPT_RESULTS
 from megatron_ext.sync_service.rounds.journal import Event
 from megatron_ext.sync_service.rounds.members import GoneFrom, Member, Policy, RoundResult, never
 from megatron_ext.sync_service.rounds.resume import Ledger, Recorded
 
-__all__ = ["KEPT_RESULTS", "Answer", "RunState"]
-
-KEPT_RESULTS = 16
-"""How many rounds back a peer can ask what became of its contribution."""
+__all__ = ["Answer", "RunState"]
 
 Answer = tuple[Literal["waiting", "committed", "publish", "upload"], str]
 """What is to be done by a peer that awaits a round, and why."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_ext.sync_service.peer.client import SyncClient
+from megatron_ext.sync_service.protocol.resuming import KEPT_RESULTS
 from tests.support.waiting import until
 from tests.sync_service.service import Service
 
@@ -121,6 +122,26 @@ def test_a_peer_without_which_the_others_continued_still_sends_its_residuals(mak
             held = other.sync({"w": held}).values["w"]
         assert not job.restart(saved)
         torch.testing.assert_close(job.residuals["w"], residual, rtol=0, atol=0)
+
+
+def test_a_peer_that_slept_until_nobody_knows_what_counted_does_not_send_its_residuals_again(
+    make_service: MakeService, caplog: pytest.LogCaptureFixture
+):
+    service = make_service(quorum=1, grace_seconds=0.0)
+    service.start()
+    job = Job(service)
+    job.train()
+    residual = job.residuals["w"].clone()
+    assert residual.abs().max() > 0.02
+    with service.client("p1", START, codec="int4") as other:
+        held = other.start(START)
+        job.client.upload(2, job.interval())
+        until(lambda: len(service.events("committed")) == 3, "the round that counts it")
+        for _ in range(KEPT_RESULTS + 1):  # the first one comes too late
+            held = other.sync(held).values
+        job.values = job.client.fetch(2, job.interval()).values["w"]
+    assert "too long ago to know" in caplog.text
+    assert not job.residuals
 
 
 def test_residuals_that_have_come_in_a_later_round_are_not_sent_again(make_service: MakeService):

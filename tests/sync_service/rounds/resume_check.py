@@ -4,8 +4,15 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, Refuse, ResumeAnswer, Wait
-from megatron_ext.sync_service.rounds.round import KEPT_RESULTS
+from megatron_ext.sync_service.protocol.resuming import (
+    KEPT_RESULTS,
+    Adopt,
+    Claim,
+    Continue,
+    Refuse,
+    ResumeAnswer,
+    Wait,
+)
 from tests.sync_service.rounds.resume_history import UNITS, Judged, Process, at
 
 if TYPE_CHECKING:

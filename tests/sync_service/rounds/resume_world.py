@@ -1,48 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """A world of two places for peers and a server, in which any of them may end at any time."""
 
-import json
 from dataclasses import replace
-from typing import Any
 
 from megatron_ext.sync_service.protocol.refusal import Refusal
-from megatron_ext.sync_service.protocol.resuming import Claim, Continue, Refuse, ResumeAnswer, Wait
-from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
+from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, Refuse, ResumeAnswer, Wait
 from megatron_ext.sync_service.rounds.members import Policy
 from megatron_ext.sync_service.rounds.resume import decide
-from megatron_ext.sync_service.rounds.round import RunState
 from tests.sync_service.rounds.resume_check import Check
-from tests.sync_service.rounds.resume_history import (
-    BATCH,
-    KEPT,
-    LONGEST,
-    UNITS,
-    Judged,
-    Process,
-    Saved,
-    Sent,
-    Truth,
-    at,
-)
+from tests.sync_service.rounds.resume_history import BATCH, LONGEST, NOTHING, UNITS, Job, Process, Saved, Sent, at
+from tests.sync_service.rounds.resume_server import Server
 
 
-class World:
-    """Two places for peers, and a server whose state machine and journal are the real ones."""
+class World(Server):
+    """Two places for peers, each a job of several ranks, and their server."""
 
-    def __init__(self, *, is_asynchronous: bool, quorum: int, staleness: int | None, delay: int, by_time: bool) -> None:
-        self.policy = Policy(
-            peers=2,
-            quorum=1 if is_asynchronous else quorum,
-            grace_seconds=0.0,
-            is_asynchronous=is_asynchronous,
-            max_staleness=staleness if is_asynchronous else None,
+    def __init__(
+        self, *, is_asynchronous: bool, quorum: int, staleness: int | None, delay: int, by_time: bool, job: Job
+    ) -> None:
+        super().__init__(
+            Policy(
+                peers=2,
+                quorum=1 if is_asynchronous else quorum,
+                grace_seconds=0.0,
+                is_asynchronous=is_asynchronous,
+                max_staleness=staleness if is_asynchronous else None,
+            )
         )
-        self.delay, self.by_time = delay, by_time
-        self.journal: list[dict[str, Any]] = []
-        self.state = self.replayed()
-        self.truth = Truth()
-        self.backup: tuple[list[dict[str, Any]], Truth] = ([], Truth())
-        self.history = 0
+        self.delay, self.by_time, self.job = delay, by_time, job
         self.instances = 0
         self.processes: list[Process | None] = [None, None]
         self.saved: dict[str, Saved] = {}
@@ -53,7 +38,6 @@ class World:
         self.floor = [0, 0]
         """Where that has begun again."""
         self.answers: list[ResumeAnswer] = []
-        self.record({"event": "created", "config": {"codec": "fp32"}, "catalog": [], "peers": 2})
         self.join("a", 0, None)
         self.record({"event": "uploaded", "round": 0, "peer": "a"})
         self.close(0)
@@ -61,83 +45,21 @@ class World:
         self.processes[0] = None
         self.save_backup()
 
-    # The server.
+    # The server's side.
 
-    def replayed(self) -> RunState:
-        state = (AsynchronousState if self.policy.is_asynchronous else RunState)(self.policy)
-        for event in self.journal:
-            state.apply(event)
-        state.await_everybody()
-        return state
+    def has_judged(self, index: int) -> None:
+        process = self.processes[index]
+        if process is not None and process.claim is None:
+            self.faults[index] = 0
 
-    def record(self, event: dict[str, Any]) -> None:
-        self.journal.append(json.loads(json.dumps(event)))
-        self.state.apply(self.journal[-1])
+    def has_lost(self, index: int) -> None:
+        self.faults[index] += 1
 
-    @property
-    def kept(self) -> range:
-        newest = self.state.open_round - 1
-        return range(max(0, newest - KEPT + 1), newest + 1)
-
-    def close(self, _dice: int) -> None:
-        if self.state.closing is None and self.state.seconds_until_close(0.0) == 0:
-            self.record(self.state.closing_event())
-
-    def commit(self, dice: int) -> None:
-        closing, number = self.state.closing, self.state.open_round
-        if closing is None:
-            return
-        rejected = {name: "why" for place, name in enumerate(closing) if number and dice >> place & 7 == 7}
-        excluded = {name: {"u": "why"} for place, name in enumerate(closing) if dice >> (3 + place) & 3 == 3}
-        digest = f"{self.history}x{number}"
-        counted = [name for name in closing if name not in rejected]
-        excluded = {name: units for name, units in excluded.items() if name in counted}
-        made = {"contributors": counted, "rejected": rejected, "excluded": excluded, "digest": digest}
-        self.record({"event": "committed", "round": number, "outer_scalars": {}, **made})
-        self.truth.digests.append(digest)
-        for name in closing if number else ():
-            sent = self.truth.pending.pop(name)
-            units = frozenset(UNITS) - set(excluded.get(name, ())) if name in counted else frozenset[str]()
-            for before in self.truth.judged:
-                twice = (
-                    before.sent.index == sent.index and before.sent.end > sent.begin and before.sent.begin < sent.end
-                )
-                assert not (twice and units and before.counted_in), "samples count twice"
-            self.truth.judged.append(Judged(sent, number, units))
-            process = self.processes[sent.index]
-            if process is not None and process.claim is None:
-                self.faults[sent.index] = 0
-
-    def forget(self, dice: int) -> None:
-        """Lose a contribution on the disk."""
-        names = [name for name in self.state.uploaded if name in self.truth.pending]
-        if names and self.state.closing is None:
-            self.lose(names[dice % len(names)])
-
-    def lose(self, name: str) -> None:
-        sent = self.truth.pending.pop(name)
-        self.record({"event": "forgotten", "round": sent.made_for, "peer": name, "reason": ""})
-        self.faults[sent.index] += 1
-
-    def restart_server(self, _dice: int) -> None:
-        self.state = self.replayed()
-
-    def save_backup(self, _dice: int = 0) -> None:
-        self.backup = list(self.journal), self.truth.copy()
-
-    def restore_backup(self, dice: int) -> None:
-        """Restore the server's folder from an older copy, with which all peers are started again."""
-        journal, truth = self.backup
-        self.journal, self.truth = list(journal), truth.copy()
-        self.history += 1
-        self.state = self.replayed()
+    def has_been_restored(self) -> None:
         self.processes = [None, None]
         self.faults = [1, 1]
         self.reached = [self.truth.end(index) or 0 for index in range(2)]
         self.floor = list(self.reached)
-        for name in list(self.truth.pending):
-            if dice % 2 and self.state.closing is None:
-                self.lose(name)
 
     # Peers.
 
@@ -149,7 +71,9 @@ class World:
             return
         assert event is not None
         self.record(event)
-        process = Process(name, index, saved, whole, length, repeats=not self.by_time)
+        process = Process(name, index, saved, whole, length, not self.by_time, self.job, self.instances)
+        if whole and saved is not None:
+            process.residuals, process.lineage = dict(saved.residuals), saved.lineage
         begin = 0 if saved is None else saved.begin
         now = begin + (0 if saved is None else saved.done)
         process.claim = Claim(
@@ -193,14 +117,17 @@ class World:
         if isinstance(answer, Refuse):
             # The way out: the same checkpoint, without its optimizer.
             process.claim, process.whole = replace(claim, whole=False), False
+            process.residuals, process.lineage = dict.fromkeys(UNITS, NOTHING), self.instances
             return
         process.claim = None
         process.base, process.digest = answer.round, answer.digest
         if answer.place is not None:
-            process.begin, process.done = answer.place.iteration, 0
+            process.place(answer.place.iteration, 0)
         else:
             assert saved is not None
-            process.begin, process.done = saved.begin, saved.done
+            process.place(saved.begin, saved.done)
+        if isinstance(answer, Adopt) and answer.keeps_residuals is not None:
+            process.residuals |= dict.fromkeys(set(UNITS) - answer.keeps_residuals, NOTHING)
         process.is_recorded = isinstance(answer, Continue) and not answer.send
         reached = process.begin + process.done
         if process.is_recorded:
@@ -214,62 +141,76 @@ class World:
             # What was lost is accounted for.
             self.floor[index], self.faults[index] = reached, 0
 
-    def step(self, index: int, _dice: int) -> None:
+    def step(self, index: int, dice: int) -> None:
+        """Let one of the ranks make a step."""
         process = self.processes[index]
-        if process is None or process.claim is not None or process.done >= process.length:
+        if process is None or process.claim is not None:
             return
-        if process.in_flight is not None and process.done == self.delay:
-            return
-        process.done += 1
-        self.reached[index] = max(self.reached[index], process.begin + process.done)
+        rank = dice % process.job.size
+        last = process.length if process.in_flight is None else min(self.delay, process.length)
+        if process.steps[rank] < last:
+            process.steps[rank] += 1
+            self.reached[index] = max(self.reached[index], process.begin + process.done)
 
     def upload(self, index: int, dice: int) -> None:
+        """Let one of the ranks send what it holds; the last one ends the contribution, without which it is nothing."""
         process = self.processes[index]
         if process is None or process.claim is not None or process.in_flight is not None:
             return
         if process.done < process.length:
             return
-        begin, end, number = process.begin, process.begin + process.done, process.base + 1
-        process.begin, process.done = end, 0
+        process.uploaded.add(dice % process.job.size)
+        if len(process.uploaded) < process.job.size:
+            return
+        begin, end = process.begin, process.begin + process.done
+        sent = Sent(process.name, index, process.base + 1, begin, end, process.contribution(), process.lineage)
+        process.place(end, 0)
+        process.uploaded.clear()
         if self.by_time:
             process.length = self.length(dice)
         if process.is_recorded:
-            sent = self.truth.pending.get(process.name)
-            assert sent is None or (sent.begin, sent.end) == (begin, end), "another interval is on record"
-            process.in_flight, process.is_recorded = (number, begin, end), False
-        elif self.send(process, number, begin, end):
-            process.in_flight = number, begin, end
+            recorded = self.truth.pending.get(process.name)
+            assert recorded is None or recorded.is_made_again_by(sent), "another contribution is on record"
+            process.in_flight, process.is_recorded = sent, False
+        elif self.send(sent):
+            process.in_flight = sent
         else:
             self.faults[index] += 1
             self.take(process, self.state.open_round - 1)
 
-    def send(self, process: Process, number: int, begin: int, end: int) -> bool:
+    def send(self, sent: Sent) -> bool:
         """Contribute; return whether it counts."""
-        if not self.state.accepts(process.name, number):
-            event = self.state.stale_event(process.name, number)
+        if not self.state.accepts(sent.name, sent.made_for):
+            event = self.state.stale_event(sent.name, sent.made_for)
             if event is not None:
                 self.record(event)
             return False
-        report = {"steps": end - begin, "progress": [end, BATCH * end, float(BATCH * end), BATCH]}
-        self.record({"event": "uploaded", "round": number, "peer": process.name, **report})
-        self.truth.pending[process.name] = Sent(process.name, process.index, number, begin, end)
+        progress = [sent.end, BATCH * sent.end, float(BATCH * sent.end), BATCH]
+        report = {"steps": sent.end - sent.begin, "progress": progress}
+        self.record({"event": "uploaded", "round": sent.made_for, "peer": sent.name, **report})
+        self.truth.pending[sent.name] = sent
         return True
 
     def apply(self, index: int, _dice: int) -> None:
         process = self.processes[index]
         if process is None or process.in_flight is None:
             return
-        number, begin, end = process.in_flight
-        answer, _ = self.state.answer(process.name, number, True)
+        sent = process.in_flight
+        answer, _ = self.state.answer(process.name, sent.made_for, True)
         if answer == "upload":
-            self.send(process, number, begin, end)
+            self.send(sent)
         elif answer == "committed":
-            outcome = self.state.outcome(process.name, number) if self.policy.is_asynchronous else None
-            newest = self.state.open_round - 1
+            outcome = self.state.outcome(process.name, sent.made_for)
             process.in_flight = None
-            if all((entry.sent.name, entry.sent.end) != (process.name, end) for entry in self.truth.judged):
+            if all((entry.sent.name, entry.sent.end) != (process.name, sent.end) for entry in self.truth.judged):
                 self.faults[index] += 1  # it was lost, and too late when it came again
-            self.take(process, outcome.number if outcome is not None and outcome.number in self.kept else newest)
+            if outcome is not None and process.name in outcome.contributors:
+                counted_in = frozenset(UNITS) - set(outcome.excluded.get(process.name, ()))
+                process.settle(sent, counted_in, self.history)
+            elif outcome is None and not self.policy.is_asynchronous:
+                process.residuals = dict.fromkeys(UNITS, NOTHING)  # it may have counted, too long ago to know
+            own = outcome.number if outcome is not None and self.policy.is_asynchronous else -1
+            self.take(process, own if own in self.kept else self.state.open_round - 1)
 
     def take(self, process: Process, number: int) -> None:
         process.base, process.digest = number, self.truth.digests[number]
@@ -277,10 +218,13 @@ class World:
 
     def save(self, index: int, _dice: int) -> None:
         process = self.processes[index]
-        if process is None or process.claim is not None or process.in_flight is not None:
+        if process is None or process.claim is not None or process.in_flight is not None or process.uploaded:
             return
+        process.place(process.begin, max(process.steps))  # they save after the same step
+        self.reached[index] = max(self.reached[index], process.begin + process.done)
         place = (process.base, process.digest, process.begin, process.done)
-        self.saved[process.name] = Saved(process.name, index, *place, len(self.truth.judged))
+        kept = dict(process.residuals), process.lineage
+        self.saved[process.name] = Saved(process.name, index, *place, len(self.truth.judged), *kept)
 
     def crash(self, index: int, _dice: int) -> None:
         if self.processes[index] is not None:

@@ -11,11 +11,11 @@ from megatron_ext.sync_service.protocol.field_checks import LARGEST_COUNT
 from megatron_ext.sync_service.protocol.protocol import pb2
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.report import Progress
-from megatron_ext.sync_service.protocol.resuming import Adopt, Claim, Continue, Refuse, ResumeAnswer, Wait
+from megatron_ext.sync_service.protocol.resuming import KEPT_RESULTS, Adopt, Claim, Continue, Refuse, ResumeAnswer, Wait
 from megatron_ext.sync_service.rounds.asynchronous import AsynchronousState
 from megatron_ext.sync_service.rounds.members import Policy
 from megatron_ext.sync_service.rounds.resume import Ledger, Recorded, decide
-from megatron_ext.sync_service.rounds.round import KEPT_RESULTS, RunState
+from megatron_ext.sync_service.rounds.round import RunState
 from tests.sync_service.rounds.resume_history import BATCH, UNITS, at
 
 NEWEST = Ledger(run="demo", newest=4, bases={4: "d4"})

@@ -7,7 +7,9 @@ import pytest
 
 from megatron_ext.sync_service.protocol.refusal import Refusal
 from megatron_ext.sync_service.protocol.resuming import Adopt, Continue, Refuse, ResumeAnswer, Wait
-from tests.sync_service.rounds.resume_history import Process
+from megatron_ext.sync_service.rounds import round as round_of_run
+from tests.sync_service.rounds import resume_check
+from tests.sync_service.rounds.resume_history import Job, Process
 from tests.sync_service.rounds.resume_world import World
 
 FAULTS = (*["crash"] * 12, "evict", "leave")
@@ -36,9 +38,13 @@ def walk(seed: int, length: int) -> World:
         staleness=dice.choice([None, 1]),
         delay=dice.choice([0, 1]),
         by_time=dice.random() < 0.25,
+        job=Job(workers=dice.choice([1, 2]), ranks=dice.choice([1, 2]), is_lossy=dice.random() < 0.5),
     )
-    for _ in range(length):
-        index, kind = dice.randrange(2), dice.random()
+    share = 0.5
+    for count in range(length):
+        if count % 60 == 0:
+            share = dice.choice([0.5, 0.5, 0.5, 0.02, 0.98])  # now and then one of the two stands still for a while
+        index, kind = int(dice.random() < share), dice.random()
         if kind < 0.02:
             verb, places = dice.choice(FAULTS_OF_SERVER), tuple[int, ...]()
         elif kind < 0.2:
@@ -54,11 +60,17 @@ def walk(seed: int, length: int) -> World:
 
 
 @pytest.mark.parametrize("first", range(0, 600, 100))
-def test_whatever_ends_no_sample_counts_twice_and_no_fault_loses_more_than_an_interval(first: int):
+def test_whatever_ends_no_sample_counts_twice_and_no_fault_loses_more_than_an_interval(
+    first: int, monkeypatch: pytest.MonkeyPatch
+):
+    if first % 200:
+        # What became of a contribution is forgotten within a walk.
+        for module in (round_of_run, resume_check):
+            monkeypatch.setattr(module, "KEPT_RESULTS", 3)
     answers: list[ResumeAnswer] = []
     for seed in range(first, first + 100):
         try:
-            answers += walk(seed, 600).answers
+            answers += walk(seed, 1500).answers
         except AssertionError as error:
             raise AssertionError(f"walk {seed}: {error}") from error
     # What is to be seen is there.
