@@ -32,38 +32,32 @@ from megatron_ext.hooks import (
     on,
 )
 from megatron_ext.local_sgd.arguments import argument_problems, complete_arguments, ending_notice, notices
-from megatron_ext.local_sgd.arrivals import Arrivals
 from megatron_ext.local_sgd.checkpoints import sharded_format
 from megatron_ext.local_sgd.checkpoints.legacy_files import assemble_files, request_files
 from megatron_ext.local_sgd.checkpoints.load_plan import LoadPlan, plan_load, refuse_without_workers
 from megatron_ext.local_sgd.checkpoints.weights_alone import keep_weights_alone
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD
-from megatron_ext.local_sgd.learning_rate import may_skip_steps
+from megatron_ext.local_sgd.job.job_rounds import ROUND_TIMER, JobRounds
+from megatron_ext.local_sgd.job.synced_weights import SyncedWeights
+from megatron_ext.local_sgd.job.worker import Worker
 from megatron_ext.local_sgd.meetings.config import MeetingsConfig
 from megatron_ext.local_sgd.meetings.counts import data_places
-from megatron_ext.local_sgd.meetings.loop import MeetingLoop
 from megatron_ext.local_sgd.one_worker import makes_rounds
 from megatron_ext.local_sgd.reporting import log_line
-from megatron_ext.local_sgd.reporting.account import RoundAccount
-from megatron_ext.local_sgd.reporting.round_report import WorkerProgress
 from megatron_ext.local_sgd.same_options import require_same_options
-from megatron_ext.local_sgd.schedule import last_step
 from megatron_ext.local_sgd.streaming import StreamingConfig
-from megatron_ext.local_sgd.worker import Worker
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.patching import Patch
 from megatron_ext.phrases import plural
 from megatron_ext.run_options import run_options
 from megatron_ext.seams import checkpoint as checkpoint_seam
-from megatron_ext.seams import forward, gradients, logging, packed_lengths, process_groups, samples, training
+from megatron_ext.seams import gradients, logging, packed_lengths, process_groups, samples, training
 from megatron_ext.seams.arguments import add_config_group, say
 from megatron_ext.worker_groups import WorkerGroups
 
 __all__ = ["LocalSGDFeature"]
-
-_TIMER = "outer-sync"
 
 
 class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesState):
@@ -79,23 +73,14 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         gradients.forget_synchronous_warmup()
         self._groups: WorkerGroups | None = None
         self._worker: Worker | None = None
-        self._account = RoundAccount()
-        self._restored = False
-        self._in_warmup = False
-        self._last_iteration: int | None = None
-        self._own: list[torch.Tensor] | None = None
-        self._own_biases: list[torch.Tensor] = []
-        self._arrivals: Arrivals | None = None
-        self._model: Sequence[Any] = ()
-        self._will_wait = False
-        self._iteration = 0
+        self._rounds: JobRounds | None = None
+        """From the start of training on."""
+        self._synced: SyncedWeights | None = None
+        """As `_rounds`."""
         self._plan: LoadPlan | None = None
-        self._meetings: MeetingLoop | None = None
-        """Where workers meet by time."""
+        self._restored = False
         self._samples = 0
         """Of the data, after which a worker's walk begins again; 0 where this rank reads none."""
-        self._scheduler: Any = None
-        """Megatron's, where workers may come to different places of the schedule."""
 
     # Arguments.
 
@@ -174,43 +159,28 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         config = LocalSGDConfig.from_args(context.args)
         worker = self._worker_of(context.args, context.model, context.optimizer)
         engine = worker.engine
-        self._last_iteration = last_step(context.args.train_iters, context.args.iterations_to_skip)
-        self._model = context.model
-        self._account.begin(context.args, context.model)
-        self._scheduler = context.scheduler if may_skip_steps(context.args) and not config.use_async else None
         if not self._restored:
             worker.make_equal()
         else:
             # NCCL wants the first operation of a group to have all ranks, which pairs of workers are not.
             dist.all_reduce(torch.zeros((), device=engine.device), group=worker.groups.across)
-        if config.sync_in_forward:
-            self._arrivals = Arrivals(engine, worker.values)
-            forward.wait_before_use(context.model, self._arrivals.require)
+        rounds = JobRounds(context, worker, saved=self._saved_meetings(), samples=self._samples)
+        self._rounds, self._synced = rounds, SyncedWeights(worker, context.model)
         if config.sync_in_forward or engine.streaming.in_background or engine.streaming.eager:
             # Megatron waits for all of the device after every exchange of pipeline stages, and so for a round's
             # messages, because of an error in a torch that is older than any that Megatron 0.19 runs with.
             context.config.batch_p2p_sync = False
         if engine.in_warmup and context.args.iteration < config.local_sgd_warmup_steps:
-            gradients.install_synchronous_warmup(context.config, worker.groups, lambda: self._in_warmup)
-        if config.use_async:
-            saved = self._plan.summary if self._plan is not None and self._restored else None
-            self._meetings = MeetingLoop(
-                context,
-                config,
-                groups=worker.groups,
-                engine=engine,
-                values=worker.values,
-                saved=None if saved is None else saved["by_time"],
-                samples=self._samples,
-            )
-        self._say_where(context.args, config, engine)
+            gradients.install_synchronous_warmup(context.config, worker.groups, lambda: rounds.in_warmup)
+        self._say_where(context.args, config, rounds)
 
-    def _say_where(self, args: Any, config: LocalSGDConfig, engine: LocalSGD) -> None:
+    def _say_where(self, args: Any, config: LocalSGDConfig, rounds: JobRounds) -> None:
         """Log where training resumes, and whether it will end between two rounds."""
+        engine = self._require_worker().engine
         if args.load and self._plan is None and not args.iteration:
             say(f"local SGD: no checkpoint was found in --load {args.load}; training starts from the beginning")
         if self._restored:
-            steps = engine.steps_since_sync if self._meetings is None else self._meetings.steps_since_round
+            steps = engine.steps_since_sync if rounds.meetings is None else rounds.meetings.steps_since_round
             into = plural(steps, "step")
             say(
                 f"local SGD: resumed after round {engine.rounds}, {into} into the interval"
@@ -226,135 +196,53 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
 
     @on(StepStart)
     def on_step_start(self, step: StepStart) -> None:
-        """Decide whether this step is synchronous; take the anchor before the first one that is not."""
-        engine = self._require_worker().engine
-        # Once over it stays so, also where a peer of a sync service has gone back: workers' moments differ by then.
-        self._in_warmup = engine.in_warmup and step.iteration < engine.config.local_sgd_warmup_steps
-        if not self._in_warmup and engine.in_warmup:
-            engine.take_anchor()
-        if self._meetings is not None and not self._in_warmup:
-            self._meetings.begin()
+        """Decide whether this step is synchronous."""
+        self._require_rounds().begin_step(step)
+
+    @on(StepEnd)
+    def on_step_end(self, step: StepEnd) -> None:
+        """Run what is due of rounds."""
+        self._require_rounds().end_step(step)
 
     # Inner steps of workers at their own pace.
 
     def another_step(self, made: int) -> bool:
         """Let this worker make steps until its interval is over."""
-        return self._meetings is not None and not self._in_warmup and self._meetings.another_step(made)
+        return self._require_rounds().another_step(made)
 
     def batches_of_iteration(self) -> float:
         """Return how many global batches the last interval was."""
-        return 1.0 if self._meetings is None else self._meetings.batches
+        meetings = self._require_rounds().meetings
+        return 1.0 if meetings is None else meetings.batches
 
     def data_place(self, args: Any, samples: int) -> int:
         """Return where this worker's walk continues: where it was when a checkpoint was saved, if one was loaded."""
         self._samples = samples
-        saved = self._plan.summary if self._plan is not None and self._restored else None
         groups = self._require_groups()
-        by_time = None if saved is None else saved["by_time"]
-        return data_places(by_time, groups.num_workers, args.global_batch_size, args.consumed_train_samples)[
-            groups.worker
-        ]
+        saved, consumed = self._saved_meetings(), args.consumed_train_samples
+        return data_places(saved, groups.num_workers, args.global_batch_size, consumed)[groups.worker]
+
+    def _saved_meetings(self) -> dict[str, Any] | None:
+        """Return where workers that meet by time were when a checkpoint was saved, if one was loaded."""
+        summary = self._plan.summary if self._plan is not None and self._restored else None
+        return None if summary is None else summary["by_time"]
 
     def data_slack(self, args: Any) -> float | None:
         """Let workers that meet by time walk apart."""
         return MeetingsConfig.from_args(args).local_sgd_data_slack if args.local_sgd_use_async else None
 
-    def _meet(self, step: StepEnd) -> None:
-        """Meet the other workers, and make a round if they have made steps enough."""
-        assert self._meetings is not None, "local SGD: training has not started"
-        from megatron.training import get_timers
-
-        worker = self._require_worker()
-        timer = get_timers()(_TIMER, log_level=1)
-        timer.start()
-        meeting = self._meetings.meet(step)
-        if meeting.makes_round:
-            progress = worker.engine.sync(meeting.since_round)
-            worker.values.refresh()
-            worker.settle(self._scheduler)
-            self._take(progress, step.iteration)
-        timer.stop()
-
-    @on(StepEnd)
-    def on_step_end(self, step: StepEnd) -> None:
-        """Count the step and run what is due of outer rounds; the last step makes workers equal that rounds do not."""
-        worker = self._require_worker()
-        engine = worker.engine
-        self._conclude()
-        self._iteration = step.iteration
-        self._account.count(step.steps if step.completed else 0)
-        if self._meetings is not None and step.completed:
-            if self._in_warmup:
-                self._meetings.count_together(step)
-            else:
-                self._meet(step)
-            return
-        if not step.completed or self._in_warmup:
-            return
-        due = engine.count_step()
-        last = engine.drifts and step.iteration + 1 == self._last_iteration
-        if not due and not last:
-            return
-        from megatron.training import get_timers
-
-        timer = get_timers()(_TIMER, log_level=1)
-        timer.start()
-        progress = engine.finish() if last else engine.advance()
-        if progress.changed:
-            worker.values.refresh()
-        elif self._arrivals is not None:
-            self._arrivals.expect()
-        if engine.met:
-            worker.settle(self._scheduler)
-        timer.stop()
-        self._take(progress, step.iteration)
-        if self._arrivals is not None and self._arrivals.open and not self._all_will_wait():
-            self._conclude()
-
-    def _all_will_wait(self) -> bool:
-        """Return whether the next forward pass of every worker can end a round; they get ready once and for all."""
-        if not self._will_wait:
-            worker = self._require_worker()
-            ready = torch.tensor(float(forward.will_wait(self._model)), device=worker.engine.device)
-            dist.all_reduce(ready, op=dist.ReduceOp.MIN, group=worker.groups.across)
-            self._will_wait = bool(ready)
-        return self._will_wait
+    # Beside a sync service.
 
     def meet_before_sharing(self, iteration: int) -> None:
         """Let workers that differ meet early: after a resume their rounds may have moved."""
         worker = self._worker
-        if worker is None or worker.engine.synced:  # without an engine nothing was restored that could differ
-            return
-        into = plural(worker.engine.steps_since_sync, "step")
-        progress = worker.engine.finish()
-        worker.values.refresh()
-        worker.settle(self._scheduler)
-        self._take(progress, iteration)
-        say(f"local SGD: the workers meet {into} into their interval, for the job's round with its peers")
+        if worker is not None and not worker.engine.synced:  # without an engine nothing was restored that could differ
+            self._require_rounds().meet_early(iteration)
 
     def follow_weights(self) -> None:
         """Let rounds start from the new weights."""
         if self._worker is not None and not self._worker.engine.in_warmup:
             self._worker.engine.move_anchor()
-
-    def _conclude(self) -> None:
-        """End a round that was to end in the forward pass."""
-        if self._arrivals is None or not self._arrivals.open:
-            return
-        complete = self._arrivals.close()
-        worker = self._require_worker()
-        progress = worker.engine.conclude()
-        if not complete:
-            worker.values.refresh(now=True)
-        self._take(progress, self._iteration)
-
-    def _take(self, progress: WorkerProgress, iteration: int) -> None:
-        """Repair and report what rounds after this iteration did."""
-        worker = self._require_worker()
-        if progress.healed:
-            # It continues from the synced weights; its moments would spoil them in the next step.
-            worker.values.reset_non_finite_moments()
-        self._account.take(progress.reports, iteration, is_debug=worker.engine.config.is_debug)
 
     def may_exit(self, iteration: int) -> bool:
         """Let the run end where the workers meet anyway."""
@@ -364,9 +252,9 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     @on(TrainEnd)
     def on_train_end(self, event: TrainEnd) -> None:
         """Log when the weights that training continues with are not the synced ones."""
-        engine = self._require_worker().engine
-        self._conclude()
-        self._take(engine.collect(), self._iteration)
+        engine, rounds = self._require_worker().engine, self._require_rounds()
+        rounds.conclude()
+        rounds.collect()
         if not engine.synced:
             say(
                 f"local SGD: training ends {plural(engine.steps_since_sync, 'step')} after round {engine.rounds}; "
@@ -378,50 +266,39 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     @on(EvaluationStart)
     def on_evaluation_start(self, event: EvaluationStart) -> None:
         """Put the anchor in place of the current weights when that is what evaluation runs on."""
-        if self._worker is None:  # --skip-train
+        if self._rounds is None or self._synced is None:  # --skip-train
             say("local SGD: evaluating the weights that were loaded")
             return
-        engine = self._worker.engine
-        self._conclude()
+        engine = self._require_worker().engine
+        self._rounds.conclude()
         if engine.synced:
             say("local SGD: evaluating the synced weights")
         elif engine.config.local_sgd_evaluation == "workers":
             say("local SGD: evaluating each worker's own weights")
         else:
             say(f"local SGD: evaluating the synced weights of round {engine.rounds}")
-            self._put_synced_weights()
+            self._synced.put()
 
     @on(EvaluationEnd)
     def on_evaluation_end(self, event: EvaluationEnd) -> None:
         """Put the worker's own weights back."""
-        self._put_own_weights()
-        forward.gather_afresh(self._model)
-
-    def _put_synced_weights(self) -> None:
-        worker = self._require_worker()
-        synced = worker.engine.gather_anchor()
-        self._own = [value.clone() for value in worker.engine.values]
-        worker.put(synced)
-
-    def _put_own_weights(self) -> None:
-        if self._own is not None:
-            self._require_worker().put(self._own)
-            self._own = None
+        if self._synced is not None:
+            self._synced.take_back()
 
     # The log.
 
     @on(TrainingLog)
     def on_training_log(self, log: TrainingLog) -> None:
         """Average the printed losses over the workers, and report the last round."""
-        worker = self._require_worker()
-        log.timers.append(_TIMER)
-        if self._meetings is not None:
-            self._meetings.complete_log(log)
+        worker, rounds = self._require_worker(), self._require_rounds()
+        log.timers.append(ROUND_TIMER)
+        if rounds.meetings is not None:
+            rounds.meetings.complete_log(log)
         if log.printing:
             log_line.average_losses(log, worker.groups.across)
-            log.fields.extend(self._account.fields(worker.engine.rounds, worker.groups.num_workers))
+            log.fields.extend(rounds.account.fields(worker.engine.rounds, worker.groups.num_workers))
         if log.writing:
-            log.scalars.update(self._account.scalars())
+            log.scalars.update(rounds.account.scalars())
 
     # Checkpoints.
 
@@ -431,35 +308,32 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
 
         Of weights without the optimizers' states those are saved that all workers have had last.
         """
-        self._conclude()
-        if run_options().no_save_optim and not self._require_worker().engine.synced:
-            self._put_synced_weights()
-            self._own_biases = self._require_worker().put_mean_biases()
+        rounds, synced = self._require_rounds(), self._synced
+        rounds.conclude()
+        if synced is not None and run_options().no_save_optim and not self._require_worker().engine.synced:
+            synced.put(biases=True)
 
     @on(SaveEnd)
     def on_save_end(self, event: SaveEnd) -> None:
         """Put the worker's own weights back."""
-        if self._own is not None:
-            worker = self._require_worker()
-            self._put_own_weights()
-            worker.put_biases(self._own_biases)
-            forward.gather_afresh(self._model)
+        if self._synced is not None and self._synced.is_put:
+            self._synced.take_back()
             # Rounds in flight have had their outer steps now; if the run ends here, nothing else logs them.
-            self._take(worker.engine.collect(), self._iteration)
+            self._require_rounds().collect()
 
     def save_state(self, context: SaveContext) -> None:
         """Give every worker its own place in the checkpoint, and add the outer state."""
         if not context.loading and context.args.no_save_optim:
             keep_weights_alone(context, self._require_groups().worker)
         elif not context.loading:
-            worker = self._require_worker()
-            by_time = None if self._meetings is None else self._meetings.state()
+            worker, rounds = self._require_worker(), self._require_rounds()
+            by_time = None if rounds.meetings is None else rounds.meetings.state()
             if context.files is None:
                 sharded_format.assemble(context, worker, by_time)
             else:
                 assemble_files(context, context.files, worker, by_time)
             # A round in flight has had its outer step now; if the run ends here, nothing else logs it.
-            self._take(worker.engine.collect(), self._iteration)
+            rounds.collect()
         elif self._plan is not None:
             if context.optimizer is not None:
                 self._worker_of(context.args, context.model, context.optimizer)
@@ -505,3 +379,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     def _require_worker(self) -> Worker:
         assert self._worker is not None, "local SGD: training has not started"
         return self._worker
+
+    def _require_rounds(self) -> JobRounds:
+        assert self._rounds is not None, "local SGD: training has not started"
+        return self._rounds

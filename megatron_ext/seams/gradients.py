@@ -23,11 +23,8 @@ __all__ = ["forget_synchronous_warmup", "install_synchronous_warmup", "patches",
 
 _LAYER_WISE = "megatron.core.optimizer.layer_wise_optimizer:LayerWiseDistributedOptimizer"
 
-_one_norm: Callable[[Any], Any] | None = None
-"""Makes the norm that a worker has worked out that of all of them."""
-
-_in_warmup: Callable[[], bool] | None = None
-"""Whether gradients are synchronous over all workers in this step."""
+_warmup: tuple[WorkerGroups, Callable[[], bool]] | None = None
+"""The groups of the run, and whether gradients are synchronous over all workers in this step."""
 
 
 def patches() -> list[Patch]:
@@ -100,30 +97,31 @@ def install_synchronous_warmup(config: Any, groups: WorkerGroups, in_warmup: Cal
 
     config.finalize_model_grads_func = finalize
 
-    global _one_norm, _in_warmup
-    _one_norm, _in_warmup = functools.partial(_of_first_worker, groups, in_warmup), in_warmup
+    global _warmup
+    _warmup = groups, in_warmup
 
 
 def forget_synchronous_warmup() -> None:
     """Let go of the groups and the model of a former run in this process."""
-    global _one_norm, _in_warmup
-    _one_norm = _in_warmup = None
+    global _warmup
+    _warmup = None
+
+
+def _groups_of_synchronous_step() -> WorkerGroups | None:
+    """Return the groups of the run if all workers make this step together."""
+    return _warmup[0] if _warmup is not None and _warmup[1]() else None
 
 
 class _ThoseThatStepTogether(WorkerParallelState):
     """`parallel_state` as a worker sees it, and in warm-up, where all workers make the same step, as it is."""
 
     def _groups(self) -> WorkerGroups:
-        if _in_warmup is not None and _in_warmup():
-            return whole_groups(self._full)
-        return super()._groups()
+        return super()._groups() if _groups_of_synchronous_step() is None else whole_groups(self._full)
 
 
 @torch.no_grad()
-def _of_first_worker(groups: WorkerGroups, in_warmup: Callable[[], bool], norm: Any) -> Any:
+def _of_first_worker(groups: WorkerGroups, norm: Any) -> Any:
     """Return the first worker's norm, a number or a tensor as it was given."""
-    if not in_warmup():
-        return norm
     device = collective_device(groups.across)
     common = torch.as_tensor(norm, device=device, dtype=torch.float64).reshape(1).clone()
     dist.broadcast(common, src=dist.get_process_group_ranks(groups.across)[0], group=groups.across)
@@ -135,8 +133,8 @@ def _wrap_norm(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:
-        norm = inside(*args, **kwargs)
-        return norm if _one_norm is None else _one_norm(norm)
+        norm, together = inside(*args, **kwargs), _groups_of_synchronous_step()
+        return norm if together is None else _of_first_worker(together, norm)
 
     return get_grad_norm_fp32
 

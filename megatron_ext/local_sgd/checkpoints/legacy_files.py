@@ -17,8 +17,8 @@ import torch
 from megatron_ext.hooks import RankFiles, SaveContext
 from megatron_ext.legacy_format.rank_file import read_rank_file, write_rank_file
 from megatron_ext.local_sgd.checkpoints.load_plan import SUMMARY, LoadPlan, fresh_like, shapes_of, summary_of
+from megatron_ext.local_sgd.job.worker import Worker
 from megatron_ext.local_sgd.taken_over import refuse_other_model
-from megatron_ext.local_sgd.worker import Worker
 from megatron_ext.seams.optimizer import InnerValues, is_distributed
 from megatron_ext.seams.sharded_state import beside_view
 from megatron_ext.worker_groups import WorkerGroups

@@ -13,9 +13,9 @@ from megatron_ext.errors import UserError
 from megatron_ext.hooks import LoadContext
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD
+from megatron_ext.local_sgd.job.worker import Worker
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.local_sgd.taken_over import changes, method_of, refuse_other_method, tuning_of
-from megatron_ext.local_sgd.worker import Worker
 from megatron_ext.outer.config import OuterOptimizerConfig
 from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.params import ParameterView

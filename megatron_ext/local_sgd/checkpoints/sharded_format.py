@@ -15,8 +15,8 @@ from typing import Any
 
 from megatron_ext.hooks import LoadContext, SaveContext
 from megatron_ext.local_sgd.checkpoints.load_plan import SUMMARY, LoadPlan, fresh_like, shapes_of, summary_of
+from megatron_ext.local_sgd.job.worker import Worker
 from megatron_ext.local_sgd.taken_over import refuse_other_model
-from megatron_ext.local_sgd.worker import Worker
 from megatron_ext.seams.sharded_state import (
     beside_optimizer,
     is_model_key,
