@@ -16,6 +16,7 @@ __all__ = [
     "BUNDLE",
     "CONTINUES",
     "CONVERTED",
+    "CURRENT_LAYERS",
     "EXPERTS",
     "EXPERTS_ASYNC_SAVE",
     "HOT_ASYNC_SAVE",
@@ -41,6 +42,7 @@ __all__ = [
     "PEERS",
     "PEERS_ASYNC_SAVE",
     "PEERS_BUNDLE",
+    "PEERS_CURRENT_LAYERS",
     "PEER_ON_A_GPU",
     "RESILIENCY",
     "RESUME",
@@ -120,7 +122,13 @@ NO_PEER_FSDP = refused("a round cannot write into its sharded parameters", "use 
 ON_GPU_ALONE = refused("only a GPU can show it, where it has not run with workers that train apart")
 ON_GPU_ALONE_HOT = refused("only a GPU can show it, where it has not run with several strategies")
 ON_GPU_ALONE_PEERS = refused("only a GPU can show it, where it has not run with peers")
-UNKNOWN_TENSORS = refused("the parameter view, by which guests take weights, does not know its tensors")
+UNKNOWN_TENSORS = refused("the parameter view, by which weights are exchanged, does not know its tensors")
+CURRENT_LAYERS = tested(
+    f"{WORKERS}test_current_layers.py::test_workers_are_equal_after_a_round_and_a_run_resumes_bit_for_bit"
+)
+PEERS_CURRENT_LAYERS = tested(
+    f"{PEERS}test_current_layers.py::test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding"
+)
 IGNORED = tested(f"{BACKENDS}test_cpu_table.py::test_options_that_megatron_ignores_change_no_bit")
 NEEDS_TE = refused("it needs Transformer Engine")
 NO_TE_ON_CPU = needs_gpu("it needs Transformer Engine, which needs a GPU")

@@ -8,14 +8,17 @@ from typing import Any
 from megatron_ext.options.asked import builds_from_config
 from megatron_ext.options.common_verdicts import (
     BUNDLE,
+    CURRENT_LAYERS,
     EXPERTS,
     HOT_BUNDLE,
     IGNORED,
     NO_TE_ON_CPU,
     ON_A_GPU,
+    ON_GPU_ALONE_HOT,
     PEER_ON_A_GPU,
     PEERS,
     PEERS_BUNDLE,
+    PEERS_CURRENT_LAYERS,
     UNKNOWN_TENSORS,
     WORKERS,
 )
@@ -96,10 +99,19 @@ LAYER_FUNCTION = (
     row(
         "--dsa-indexer-topk",
         cpu=NO_TE_ON_CPU,
-        local_sgd=ON_A_GPU,
-        hot_switch=ON_A_GPU,
-        sync_service=PEER_ON_A_GPU,
+        hot_switch=ON_GPU_ALONE_HOT,
         peers_share="dsa_indexer_topk",
+        local_sgd=CURRENT_LAYERS,
+        sync_service=PEERS_CURRENT_LAYERS,
+    ),
+    row(
+        "--dsa-indexer-topk-freq above 1",
+        lambda args: args.dsa_indexer_topk_freq > 1,
+        variables=("dsa_indexer_topk_freq",),
+        cpu=NO_TE_ON_CPU,
+        local_sgd=UNKNOWN_TENSORS,
+        hot_switch=UNKNOWN_TENSORS,
+        sync_service=UNKNOWN_TENSORS,
     ),
     row(
         "--normalization",
@@ -229,10 +241,10 @@ LAYER_FUNCTION = (
         "--experimental-attention-variant",
         given("experimental_attention_variant"),
         cpu=NO_TE_ON_CPU,
-        local_sgd=ON_A_GPU,
-        hot_switch=UNKNOWN_TENSORS,
-        sync_service=PEER_ON_A_GPU,
+        hot_switch=ON_GPU_ALONE_HOT,
         peers_share="experimental_attention_variant",
+        local_sgd=CURRENT_LAYERS,
+        sync_service=PEERS_CURRENT_LAYERS,
     ),
     row(
         "--apply-layernorm-1p",
@@ -262,9 +274,9 @@ LAYER_FUNCTION = (
     row(
         "--mla-down-proj-fusion",
         cpu=NO_TE_ON_CPU,
-        local_sgd=ON_A_GPU,
-        hot_switch=refused("the parameter view does not know it"),
-        sync_service=PEER_ON_A_GPU,
+        local_sgd=UNKNOWN_TENSORS,
+        hot_switch=UNKNOWN_TENSORS,
+        sync_service=UNKNOWN_TENSORS,
     ),
     row(
         "--spec",

@@ -9,6 +9,7 @@ from megatron_ext.options.common_verdicts import (
     AS_A_PEER,
     BACKENDS,
     BUNDLE,
+    CURRENT_LAYERS,
     EXPERTS,
     HOT_BUNDLE,
     NO_TE_ON_CPU,
@@ -17,6 +18,7 @@ from megatron_ext.options.common_verdicts import (
     PEER_ON_A_GPU,
     PEERS,
     PEERS_BUNDLE,
+    PEERS_CURRENT_LAYERS,
     STRATEGIES,
     UNKNOWN_TENSORS,
     WORKERS,
@@ -153,9 +155,19 @@ MIXTURE = (
         "--moe-latent-size",
         given("moe_latent_size"),
         cpu=NO_TE_ON_CPU,
-        local_sgd=ON_A_GPU,
-        hot_switch=UNKNOWN_TENSORS,
-        sync_service=PEER_ON_A_GPU,
+        hot_switch=tested(f"{STRATEGIES}test_transformer_engine.py::test_hot_equals_static"),
+        local_sgd=CURRENT_LAYERS,
+        sync_service=PEERS_CURRENT_LAYERS,
+    ),
+    *(
+        row(
+            f"--moe-single-grouped-{what}",
+            cpu=NO_TE_ON_CPU,
+            local_sgd=UNKNOWN_TENSORS,
+            hot_switch=UNKNOWN_TENSORS,
+            sync_service=UNKNOWN_TENSORS,
+        )
+        for what in ("weight", "bias")
     ),
     row("--moe-permute-fusion", cpu=NO_TE_ON_CPU, local_sgd=ON_A_GPU, hot_switch=ON_A_GPU, sync_service=PEER_ON_A_GPU),
     row(

@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import torch
 
+from megatron_ext.params.attention_variant_tensors import delta_net, sparse_indexer
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.layer_tensors import UnitPlace, column, norm, row, whole
 from megatron_ext.params.state_space import LayerKind
@@ -69,7 +70,7 @@ def gpt_parameters(shape: GptShape) -> tuple[GlobalTensor, ...]:
         if shape.layer_kinds:
             tensors += _layer_of_kind(shape, prefix, place, shape.layer_kinds[layer])
         else:
-            tensors += _layer(shape, prefix, place, shape.is_moe_layer(layer))
+            tensors += _layer(shape, prefix, place, layer)
     for depth in range(shape.mtp_num_layers):
         tensors += _prediction_layer(shape, depth)
     final_norm = "decoder.final_norm" if shape.layer_kinds else "decoder.final_layernorm"
@@ -123,9 +124,10 @@ def _vocabulary(shape: GptShape, name: str, unit: str, shared_with: tuple[str, .
     )
 
 
-def _layer(shape: GptShape, prefix: str, place: UnitPlace, has_experts: bool) -> Iterator[GlobalTensor]:
-    yield from _attention_part(shape, prefix, place)
-    yield from _mlp_part(shape, prefix, place, has_experts)
+def _layer(shape: GptShape, prefix: str, place: UnitPlace, kind: int) -> Iterator[GlobalTensor]:
+    """A layer of a GPT, of the kind of the decoder layer with this number."""
+    yield from _attention_part(shape, prefix, place, is_delta_net=shape.is_delta_net_layer(kind))
+    yield from _mlp_part(shape, prefix, place, shape.is_moe_layer(kind))
 
 
 def _layer_of_kind(shape: GptShape, prefix: str, place: UnitPlace, kind: LayerKind) -> Iterator[GlobalTensor]:
@@ -138,9 +140,14 @@ def _layer_of_kind(shape: GptShape, prefix: str, place: UnitPlace, kind: LayerKi
         yield from _mlp_part(shape, prefix, place, kind == "experts")
 
 
-def _attention_part(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
+def _attention_part(
+    shape: GptShape, prefix: str, place: UnitPlace, *, is_delta_net: bool = False
+) -> Iterator[GlobalTensor]:
     yield from norm(shape, prefix + "input_layernorm", shape.hidden_size, place)
-    yield from _attention(shape, prefix + "self_attention.", place)
+    if shape.delta_net is not None and is_delta_net:
+        yield from delta_net(shape, shape.delta_net, prefix + "self_attention.", place)
+    else:
+        yield from _attention(shape, prefix + "self_attention.", place)
 
 
 def _mlp_part(shape: GptShape, prefix: str, place: UnitPlace, has_experts: bool) -> Iterator[GlobalTensor]:
@@ -148,7 +155,7 @@ def _mlp_part(shape: GptShape, prefix: str, place: UnitPlace, has_experts: bool)
     if has_experts:
         yield from _experts(shape, prefix + "mlp.", place)
     else:
-        yield from _mlp(shape, prefix + "mlp.", place, None, shape.ffn_hidden_size, shape.add_bias_linear)
+        yield from _mlp(shape, prefix + "mlp.", place, shape.ffn_hidden_size, bias=shape.add_bias_linear)
 
 
 def _prediction_layer(shape: GptShape, depth: int) -> Iterator[GlobalTensor]:
@@ -162,7 +169,7 @@ def _prediction_layer(shape: GptShape, depth: int) -> Iterator[GlobalTensor]:
         for number, kind in enumerate(shape.mtp_layer_kinds):
             yield from _layer_of_kind(shape, f"{inner}layers.{number}.", place, kind)
     else:
-        yield from _layer(shape, inner, place, shape.is_moe_layer(shape.num_layers - 1))
+        yield from _layer(shape, inner, place, shape.num_layers - 1)
     yield from norm(shape, prefix + "final_layernorm", shape.hidden_size, place)
 
 
@@ -197,6 +204,9 @@ def _latent_attention(
     down = column if latent.cut_down_projections else whole
     if shape.learnable_softmax:
         yield column(shape, prefix + "core_attention.softmax_offset", (heads,), place, None)
+    if shape.sparse_indexer is not None:
+        query_size = latent.q_lora_rank or shape.hidden_size
+        yield from sparse_indexer(shape, shape.sparse_indexer, query_size, prefix, place)
     values = (shape.hidden_size, heads * latent.v_head_dim)
     yield from row(shape, prefix + "linear_proj", values, place, None, bias=shape.add_bias_linear)
     if latent.q_lora_rank is None:
@@ -214,15 +224,14 @@ def _latent_attention(
 
 
 def _mlp(
-    shape: GptShape, prefix: str, place: UnitPlace, expert: int | None, width: int, bias: bool
+    shape: GptShape, prefix: str, place: UnitPlace, width: int, *, bias: bool, expert: int | None = None
 ) -> Iterator[GlobalTensor]:
+    outer = shape.hidden_size if expert is None else shape.expert_width
     blocks = (width, width) if shape.gated_linear_unit else (width,)
-    yield column(
-        shape, prefix + "linear_fc1.weight", (sum(blocks), shape.hidden_size), place, expert, blocks
-    )
+    yield column(shape, prefix + "linear_fc1.weight", (sum(blocks), outer), place, expert, blocks)
     if bias:
         yield column(shape, prefix + "linear_fc1.bias", (sum(blocks),), place, expert, blocks)
-    yield from row(shape, prefix + "linear_fc2", (shape.hidden_size, width), place, expert, bias=bias)
+    yield from row(shape, prefix + "linear_fc2", (outer, width), place, expert, bias=bias)
 
 
 def _experts(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
@@ -244,13 +253,19 @@ def _experts(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalT
                 layer=place.layer,
                 kind="buffer",
             )
+    if shape.moe_latent_size is not None:
+        for name, size in (
+            ("fc1_latent_proj", (shape.moe_latent_size, shape.hidden_size)),
+            ("fc2_latent_proj", (shape.hidden_size, shape.moe_latent_size)),
+        ):
+            yield whole(shape, f"{prefix}{name}.weight", size, place)
+            if shape.add_bias_linear:
+                yield whole(shape, f"{prefix}{name}.bias", size[:1], place)
     for expert in range(experts):
-        yield from _mlp(
-            shape, f"{prefix}experts.{expert}.", place, expert, shape.expert_ffn_size, shape.add_bias_linear
-        )
+        name, width = f"{prefix}experts.{expert}.", shape.expert_ffn_size
+        yield from _mlp(shape, name, place, width, bias=shape.add_bias_linear, expert=expert)
     if shape.moe_shared_expert_intermediate_size is not None:
         if shape.moe_shared_expert_gate:
             yield whole(shape, prefix + "shared_experts.gate_weight", (1, shape.hidden_size), place)
-        yield from _mlp(
-            shape, prefix + "shared_experts.", place, None, shape.moe_shared_expert_intermediate_size, False
-        )
+        width = shape.moe_shared_expert_intermediate_size
+        yield from _mlp(shape, prefix + "shared_experts.", place, width, bias=False)

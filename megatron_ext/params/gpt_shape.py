@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer
 from megatron_ext.params.state_space import LayerKind, StateSpace
 from megatron_ext.params.tensors import ParamsError
 
@@ -107,6 +108,12 @@ class GptShape:
     latent_attention: LatentAttention | None = None
     """Multi-latent attention in place of the fused QKV projection; None without it."""
 
+    delta_net: DeltaNet | None = None
+    """Gated DeltaNet in some layers; None without it."""
+
+    sparse_indexer: SparseIndexer | None = None
+    """What sparse attention over latent attention chooses keys with; None without it."""
+
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm; only LayerNorm has a bias."""
 
@@ -118,6 +125,9 @@ class GptShape:
 
     moe_ffn_hidden_size: int | None = None
     """Inner width of one routed expert; None for ``ffn_hidden_size``."""
+
+    moe_latent_size: int | None = None
+    """Channels that tokens are projected down to before routed experts, and up from after them; None for all."""
 
     moe_layers: tuple[bool, ...] = ()
     """Which layers have experts; empty for all of them (with experts) or none (without)."""
@@ -158,6 +168,7 @@ class GptShape:
             "kv_channels",
             "num_moe_experts",
             "moe_ffn_hidden_size",
+            "moe_latent_size",
             "moe_shared_expert_intermediate_size",
         ):
             size = getattr(self, field)
@@ -185,6 +196,13 @@ class GptShape:
                 f"GPT shape: moe_layers must have one entry per layer ({self.num_layers}), "
                 f"got {len(self.moe_layers)}"
             )
+        if self.delta_net is not None and len(self.delta_net.layers) != self.num_layers:
+            raise ParamsError(
+                f"GPT shape: delta_net.layers must have one entry per layer ({self.num_layers}), "
+                f"got {len(self.delta_net.layers)}"
+            )
+        if self.sparse_indexer is not None and self.latent_attention is None:
+            raise ParamsError("GPT shape: sparse_indexer is for latent attention, but latent_attention is not set")
         if self.layer_kinds and len(self.layer_kinds) != self.num_layers:
             raise ParamsError(
                 f"GPT shape: layer_kinds must have one entry per layer ({self.num_layers}), got {len(self.layer_kinds)}"
@@ -220,6 +238,15 @@ class GptShape:
     def expert_ffn_size(self) -> int:
         """Inner width of one routed expert."""
         return self.ffn_hidden_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
+
+    @property
+    def expert_width(self) -> int:
+        """Channels that routed experts read and write."""
+        return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
+
+    def is_delta_net_layer(self, layer: int) -> bool:
+        """Whether decoder layer ``layer`` (counted from 0) has Gated DeltaNet in place of softmax attention."""
+        return self.delta_net is not None and self.delta_net.layers[layer]
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer ``layer`` (counted from 0) has routed experts."""

@@ -11,6 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import unwrap_model
 
+from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer
 from megatron_ext.params.checks import check_chunk
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.hybrid_pattern import kinds_of_pattern, stages_of_pattern
@@ -22,10 +23,7 @@ from megatron_ext.params.view import LocalParameter, ParameterView, match_chunk
 
 UNSUPPORTED_OPTIONS = {
     "mla_down_proj_fusion": "multi-latent attention with fused down projections",
-    "experimental_attention_variant": "an experimental attention variant",
-    "linear_attention_freq": "linear attention",
     "heterogeneous_block_specs": "heterogeneous layers",
-    "moe_latent_size": "latent experts",
     "moe_single_grouped_weight": "one weight for all experts of a rank",
     "moe_single_grouped_bias": "one bias for all experts of a rank",
     "use_kitchen": "Kitchen linear layers",
@@ -84,9 +82,12 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
         qk_layernorm=config.qk_layernorm,
         qk_norm_over_heads=getattr(config, "qk_norm_over_heads", False),  # by megatron_ext.layer_specs
         latent_attention=_latent_attention(config) if config.multi_latent_attention else None,
+        delta_net=_delta_net(config),
+        sparse_indexer=_sparse_indexer(config),
         normalization=config.normalization,
         num_moe_experts=config.num_moe_experts,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
+        moe_latent_size=config.moe_latent_size,
         moe_layers=tuple(kind == "experts" for kind in kinds) or _moe_layers(config),
         layer_kinds=kinds,
         mtp_layer_kinds=predicting,
@@ -109,6 +110,33 @@ def _latent_attention(config: Any) -> LatentAttention:
         v_head_dim=config.v_head_dim,
         cut_down_projections=config.transformer_impl == "local",
     )
+
+
+def _delta_net(config: Any) -> DeltaNet | None:
+    if config.experimental_attention_variant != "gated_delta_net":
+        return None
+    return DeltaNet(
+        layers=_delta_net_layers(config),
+        key_heads=config.linear_num_key_heads,
+        value_heads=config.linear_num_value_heads,
+        key_head_dim=config.linear_key_head_dim,
+        value_head_dim=config.linear_value_head_dim,
+        conv_width=config.linear_conv_kernel_dim,
+    )
+
+
+def _delta_net_layers(config: Any) -> tuple[bool, ...]:
+    # A number says how often there is a layer of softmax attention.
+    frequency = config.linear_attention_freq
+    if isinstance(frequency, int):
+        return tuple(bool((layer + 1) % frequency) for layer in range(config.num_layers))
+    return tuple(bool(flag) for flag in frequency)
+
+
+def _sparse_indexer(config: Any) -> SparseIndexer | None:
+    if config.experimental_attention_variant != "dsa":
+        return None
+    return SparseIndexer(heads=config.dsa_indexer_n_heads, head_dim=config.dsa_indexer_head_dim)
 
 
 def _state_space(config: Any) -> StateSpace:
@@ -229,6 +257,11 @@ def _refuse_unsupported(chunks: Sequence[Any]) -> None:
         for field, meaning in UNSUPPORTED_OPTIONS.items()
         if getattr(config, field, None)
     ]
+    variant = config.experimental_attention_variant
+    if variant not in (None, "gated_delta_net", "dsa"):
+        used.append(f"experimental_attention_variant ({variant})")
+    if getattr(config, "dsa_indexer_topk_freq", 1) > 1:
+        used.append("dsa_indexer_topk_freq (keys that layers choose for others)")
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         used.append("gtp_weight_remat_size (generalised tensor parallelism)")
     if used:

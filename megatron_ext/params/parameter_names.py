@@ -19,6 +19,7 @@ _GLOBAL_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 # Transformer Engine keeps a norm inside the linear layer that follows it.
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
+    "self_attention.in_proj.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",

@@ -121,6 +121,15 @@ def nothing():
             id="grouped experts",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            EXPERTS_APART,
+            "4,1,1",
+            {"expert_model_parallel_size": 2},
+            forbid_attention_by_document,
+            {**EXPERTS, "moe_latent_size": 16},
+            id="latent experts",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_hot_equals_static(tmp_path: Path, strategies, home, layout, forbidden, options):

@@ -48,6 +48,17 @@ def test_the_docs_are_the_table():
     assert (REPOSITORY / "docs" / "support-table.md").read_text(encoding="utf-8") == markdown()
 
 
+def test_what_the_parameter_view_does_not_know_is_refused_where_options_are_read():
+    from megatron_ext.params.live_model import UNSUPPORTED_OPTIONS
+
+    elsewhere = {"heterogeneous_block_specs": "--heterogeneous-layers-config-path"}
+    rows = {row.option: row for row in ROWS}
+    # Kitchen's options are there only where that library is.
+    for field in UNSUPPORTED_OPTIONS.keys() - {"use_kitchen"}:
+        verdicts = rows[elsewhere.get(field, "--" + field.replace("_", "-"))].verdicts
+        assert all(verdicts[feature].refuses for feature in ("local-sgd", "hot-switch", "sync-service")), field
+
+
 def test_every_supported_option_names_a_test_that_exists():
     missing, found = [], 0
     for option, _, verdict in all_verdicts():
@@ -294,6 +305,10 @@ DOUBTFUL = [
     "--position-embedding-type mrope",
     "--position-embedding-type relative",
     "--mla-down-proj-fusion",
+    "--experimental-attention-variant gated_delta_net",
+    "--dsa-indexer-topk-freq 2",
+    "--moe-single-grouped-weight",
+    "--moe-single-grouped-bias",
     "--spec module layers",
     "--ddp-pad-buckets-for-high-nccl-busbw --dist-ckpt-optim-fully-reshardable --overlap-grad-reduce",
     "--dsa-indexer-topk 4",

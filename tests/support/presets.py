@@ -95,6 +95,46 @@ HYBRID: Options = MappingProxyType(
 )
 """State-space layers beside attention and an MLP, on Transformer Engine's layers: Megatron has no others for them."""
 
+DELTA_NET: Options = MappingProxyType(
+    {
+        "num_layers": 3,
+        "transformer_impl": "transformer_engine",
+        "attention_backend": "auto",
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": 3,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 4,
+        "position_embedding_type": "rope",
+        "no_rope_fusion": True,
+        "normalization": "RMSNorm",
+        "swiglu": True,
+        "disable_bias_linear": True,
+    }
+)
+"""Two layers of Gated DeltaNet before one of softmax attention, on Transformer Engine's layers: there are no others."""
+
+SPARSE: Options = MappingProxyType(
+    {
+        **LATENT,
+        "transformer_impl": "transformer_engine",
+        "attention_backend": "auto",
+        "experimental_attention_variant": "dsa",
+        "dsa_indexer_n_heads": 2,
+        "dsa_indexer_head_dim": 8,
+        "dsa_indexer_topk": 16,
+        "dsa_indexer_loss_coeff": 0.01,
+        "untie_embeddings_and_output_weights": True,
+    }
+)
+"""DeepSeek's sparse attention over latent attention, likewise."""
+
+LATENT_EXPERTS: Options = MappingProxyType(
+    {**GROUPED, "transformer_impl": "transformer_engine", "attention_backend": "auto", "moe_latent_size": 16}
+)
+"""Experts that read and write fewer channels than the model has, likewise."""
+
 PRECISIONS: Mapping[str, Options] = MappingProxyType(
     {
         "fp32": {},

@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of a GPT's attention of another kind: Gated DeltaNet, and the indexer of sparse attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer
+from megatron_ext.params.gpt_shape import GptShape
+from megatron_ext.params.layer_tensors import UnitPlace, column, norm, row, whole
+from megatron_ext.params.tensors import GlobalTensor
+
+
+def delta_net(shape: GptShape, sizes: DeltaNet, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
+    """The tensors of Gated DeltaNet in one layer.
+
+    Tensor parallelism gives each rank whole heads: of the input projection and of the convolution, which are several
+    matrices in one, a part of each.
+    """
+    for name in ("dt_bias", "A_log"):
+        yield column(shape, prefix + name, (sizes.value_heads,), place, None)
+    blocks, names = tuple(sizes.projected.values()), tuple(sizes.projected)
+    yield column(shape, prefix + "in_proj.weight", (sum(blocks), shape.hidden_size), place, None, blocks, names)
+    blocks, names = tuple(sizes.convolved.values()), tuple(sizes.convolved)
+    yield column(shape, prefix + "conv1d.weight", (sum(blocks), 1, sizes.conv_width), place, None, blocks, names)
+    yield from norm(shape, prefix + "out_norm", sizes.value_head_dim, place)
+    yield from row(shape, prefix + "out_proj", (shape.hidden_size, sizes.inner_size), place, None, bias=False)
+
+
+def sparse_indexer(
+    shape: GptShape, sizes: SparseIndexer, query_size: int, prefix: str, place: UnitPlace
+) -> Iterator[GlobalTensor]:
+    """The tensors of one layer's indexer.
+
+    Args:
+        shape: the model.
+        sizes: of the indexer.
+        query_size: channels of what its queries are projected from.
+        prefix: of the attention.
+        place: what they belong to.
+    """
+    prefix += "core_attention.indexer."
+    yield whole(shape, prefix + "linear_wq_b.weight", (sizes.heads * sizes.head_dim, query_size), place)
+    yield whole(shape, prefix + "linear_wk.weight", (sizes.head_dim, shape.hidden_size), place)
+    for name in ("weight", "bias"):  # a LayerNorm, whatever the model's are
+        yield whole(shape, f"{prefix}k_norm.{name}", (sizes.head_dim,), place)
+    yield whole(shape, prefix + "linear_weights_proj.weight", (sizes.heads, shape.hidden_size), place)

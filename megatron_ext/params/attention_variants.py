@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention of other kinds in some layers of a GPT: Gated DeltaNet, and the indexer of DeepSeek's sparse attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_ext.params.tensors import ParamsError
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """Sizes of Gated DeltaNet (Yang et al., 2024), a linear attention that stands in place of softmax attention."""
+
+    layers: tuple[bool, ...]
+    """Which decoder layers have it (``--linear-attention-freq``)."""
+
+    key_heads: int
+    """Heads of queries and keys (``--linear-num-key-heads``)."""
+
+    value_heads: int
+    """Heads of values, and of their gates (``--linear-num-value-heads``)."""
+
+    key_head_dim: int
+    """Channels of a head's query and of its key (``--linear-key-head-dim``)."""
+
+    value_head_dim: int
+    """Channels of a head's value (``--linear-value-head-dim``)."""
+
+    conv_width: int = 4
+    """Positions that the causal convolution sees (``--linear-conv-kernel-dim``)."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be."""
+        for field in ("key_heads", "value_heads", "key_head_dim", "value_head_dim", "conv_width"):
+            if getattr(self, field) < 1:
+                raise ParamsError(f"Gated DeltaNet: {field} must be at least 1, got {getattr(self, field)}")
+
+    @property
+    def inner_size(self) -> int:
+        """Channels of all values."""
+        return self.value_heads * self.value_head_dim
+
+    @property
+    def projected(self) -> dict[str, int]:
+        """Rows of the input projection by name: queries, keys, values, their gate (z), and two numbers of each head."""
+        keys = self.key_heads * self.key_head_dim
+        per_head = {"beta": self.value_heads, "alpha": self.value_heads}
+        return {"query": keys, "key": keys, "value": self.inner_size, "z": self.inner_size, **per_head}
+
+    @property
+    def convolved(self) -> dict[str, int]:
+        """Channels of the convolution by name: those of the input projection that it sees."""
+        return {name: size for name, size in self.projected.items() if name in ("query", "key", "value")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseIndexer:
+    """Sizes of what chooses the keys of each query in DeepSeek's sparse attention; every rank has all of it."""
+
+    heads: int
+    """Heads of its own (``--dsa-indexer-n-heads``)."""
+
+    head_dim: int
+    """Channels of each (``--dsa-indexer-head-dim``)."""
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that cannot be."""
+        for field in ("heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise ParamsError(f"sparse attention: {field} must be at least 1, got {getattr(self, field)}")
