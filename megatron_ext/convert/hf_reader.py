@@ -111,7 +111,9 @@ class HfModel:
         """By name, the file that has a tensor."""
         index = self.folder / _INDEX
         if index.exists():
-            files: dict[str, str] = read_json(index).get("weight_map", {})
+            files = read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(file, str) and file for file in files.values()):
+                raise UserError(f"{index}: weight_map does not say which tensor is in which file; copy the file again")
             for file in sorted(set(files.values())):
                 if not (self.folder / file).exists():
                     raise UserError(f"{self.folder / file}: the file is missing, and {_INDEX} names it; copy it there")

@@ -75,12 +75,22 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
     tracker = path / _TRACKER
     if not tracker.exists():
         raise UserError(f"{path}: neither a checkpoint (no {_TRACKER}) nor one iteration of it (no .metadata)")
-    said = tracker.read_text(encoding="utf-8").strip() if iteration is None else str(iteration)
+    said = tracker.read_bytes().decode(errors="replace").strip() if iteration is None else str(iteration)
+    if said != "release" and not (said.isascii() and said.isdigit()):
+        raise UserError(
+            f"{tracker}: says {said[:40]!r}, not the number of an iteration; write that of a whole checkpoint into it: "
+            f"{_iterations_in(path)}"
+        )
     folder = path / (said if said == "release" else f"iter_{int(said):07d}")
     if not _is_iteration(folder):
-        there = ", ".join(sorted(found.name for found in path.iterdir() if _is_iteration(found))) or "none"
-        raise UserError(f"{folder}: not a torch_dist checkpoint, nor a legacy one; those in {path}: {there}")
+        raise UserError(
+            f"{folder}: not a torch_dist checkpoint, nor a legacy one; those in {path}: {_iterations_in(path)}"
+        )
     return folder
+
+
+def _iterations_in(path: Path) -> str:
+    return ", ".join(sorted(found.name for found in path.iterdir() if _is_iteration(found))) or "none"
 
 
 def prediction_layers(source: Source) -> int:

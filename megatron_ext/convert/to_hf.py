@@ -151,6 +151,8 @@ def to_hf(options: ToHf, step: Step | None = None) -> Exported:
     generation = generation_config(beside)
     if options.vocab_size is not None:
         config["vocab_size"] = options.vocab_size
+    if WORD_EMBEDDING not in source:
+        raise UserError(f"{options.source}: has no {WORD_EMBEDDING}, so that it is not a model of Megatron's; give one")
     dtype = options.dtype or trained_dtype(source.dtype(WORD_EMBEDDING), options.source)
     described = described_dtype(config)
     # Releases of transformers know the one name or the other, and new ones take `dtype` where both are there.

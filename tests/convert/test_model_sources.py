@@ -152,6 +152,24 @@ def in_background(words: list[str]) -> Future[object]:
     return future
 
 
+def test_a_round_of_something_else_than_a_model_is_refused(make_service: Callable[..., Service], tmp_path: Path):
+    service = make_service({"demo": {"peers": 1}})
+    service.start()
+    with service.client("a", values := {"w": torch.zeros(4)}, index=0) as client:
+        client.start(values)
+    service.stop()
+    with pytest.raises(UserError, match=r"has no embedding\.word_embeddings\.weight, so that it is not a model"):
+        exported(service.state, tmp_path / "hf", config=models.save("llama", tmp_path / "model"))
+
+
+@pytest.mark.parametrize("said", [b"abc", b"", b"\xff", b"-4"])
+def test_a_tracker_that_names_no_iteration_is_refused_with_those_that_are_there(said: bytes, tmp_path: Path):
+    made = from_hf(models.save("llama", tmp_path / "model"), tmp_path / "start")
+    (made.folder / "latest_checkpointed_iteration.txt").write_bytes(said)
+    with pytest.raises(UserError, match=r"not the number of an iteration; write that of a whole checkpoint.*release"):
+        exported(made.folder, tmp_path / "hf")
+
+
 @pytest.mark.parametrize(
     ("harm", "said"),
     [

@@ -214,6 +214,8 @@ def test_the_type_of_the_weights_can_be_chosen(tmp_path: Path):
         ("wrong size", "config.json says"),
         ("unknown field", "no_such_field"),
         ("no config", "config.json"),
+        ("weight_map []", "weight_map does not say which tensor is in which file"),
+        ('weight_map {"a":5}', "weight_map does not say which tensor is in which file"),
     ],
 )
 def test_a_bad_model_is_refused_by_name_and_nothing_is_written(harm: str, said: str, tmp_path: Path):
@@ -233,6 +235,8 @@ def test_a_bad_model_is_refused_by_name_and_nothing_is_written(harm: str, said: 
         content = json.loads(index.read_text())
         del content["weight_map"]["model.norm.weight"]
         index.write_text(json.dumps(content))
+    elif harm.startswith("weight_map"):
+        (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": json.loads(harm.split()[1])}))
     elif harm == "no config":
         (source / "config.json").unlink()
     changes = {

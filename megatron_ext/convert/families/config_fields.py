@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -61,6 +62,30 @@ def carried_fields(former: Mapping[str, Any], model_type: str) -> dict[str, Any]
     return {name: former[name] for name in names if name in former}
 
 
+_KINDS = {
+    bool: "true or false",
+    int: "a whole number from 0",
+    float: "a number",
+    str: "a text",
+    list: "a list",
+    dict: "an object",
+}
+"""Of values, in words."""
+
+
+def _is_like(value: Any, default: Any) -> bool:
+    """Return whether a value is of the kind of another one."""
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, int):
+        return isinstance(value, int) and value >= 0
+    if isinstance(default, float):
+        return isinstance(value, int | float) and math.isfinite(value)
+    if isinstance(default, list):
+        return isinstance(value, list) and all(isinstance(item, str | int) for item in value)
+    return isinstance(value, type(default))
+
+
 class ConfigFields:
     """The fields of a ``config.json``, which are taken one by one; what nobody took is an error at the end."""
 
@@ -76,9 +101,17 @@ class ConfigFields:
         self._problems: list[str] = []
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return a field's value, or `default` where the file does not have it (or says null)."""
+        """Return a field's value, or `default` where the file does not have it (or says null).
+
+        A value of another kind than the default, where there is one, is noted.
+        """
         value = self._left.pop(name, default)
-        return default if value is None else value
+        if value is None or default is None:
+            return default if value is None else value
+        if not _is_like(value, default):
+            self._problems.append(f"{name} is {value!r}, not {_KINDS[type(default)]}")
+            return default
+        return value
 
     def rename(self, former: str, name: str) -> None:
         """Let a field have the name that another release of transformers gives it, unless that is there."""
@@ -87,8 +120,9 @@ class ConfigFields:
             self._left.pop(former, None)
 
     def peek(self, name: str, default: Any) -> Any:
-        """Return a field's value without taking it."""
-        return self._left.get(name, default)
+        """Return a field's value without taking it, and `default` in place of one of another kind."""
+        value = self._left.get(name, default)
+        return value if _is_like(value, default) else default
 
     def need(self, name: str, instead: Any) -> Any:
         """Return a field that has to be there, because families differ in what they mean without it.
@@ -110,10 +144,22 @@ class ConfigFields:
 
     def part(self, name: str) -> float:
         """Return a field that is a part of a whole, from 0 to below 1, and 0 where it is missing."""
-        value = self.take(name, 0.0)
+        value = self.take(name)
+        value = 0.0 if value is None else value
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
             self._problems.append(f"{name} is {value!r}, not a number from 0 to below 1")
             return 0.0
+        return float(value)
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Return a field that has fields of its own; none where it is missing."""
+        return dict(self.take(name, {}))
+
+    def positive(self, name: str, value: Any) -> float:
+        """Return the value of a field, or of a field in another, that is a number above 0."""
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            self._problems.append(f"{name} is {value!r}, not a number above 0")
+            return 1.0
         return float(value)
 
     def must_be(self, name: str, *allowed: Any) -> None:

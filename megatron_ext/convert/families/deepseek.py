@@ -79,6 +79,15 @@ class DeepseekV2:
         }
 
 
+def _query_rank(fields: ConfigFields) -> int | None:
+    """Take the rank of queries, which may be null."""
+    rank = fields.need("q_lora_rank", None)
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        fields.refuse(f"q_lora_rank is {rank!r}, neither null nor a whole number of at least 1")
+        return None
+    return rank
+
+
 def _settings(fields: ConfigFields) -> dict[str, Any]:
     """The settings that both have."""
     fields.must_be("attention_bias", False)
@@ -99,7 +108,7 @@ def _settings(fields: ConfigFields) -> dict[str, Any]:
     return {
         "qk_layernorm": True,
         "kv_lora_rank": fields.size("kv_lora_rank"),
-        "q_lora_rank": fields.need("q_lora_rank", None),
+        "q_lora_rank": _query_rank(fields),
         "qk_head_dim": fields.size("qk_nope_head_dim"),
         "qk_pos_emb_head_dim": fields.size("qk_rope_head_dim"),
         "v_head_dim": fields.size("v_head_dim"),

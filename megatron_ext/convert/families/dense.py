@@ -74,9 +74,9 @@ class Qwen3:
 
 def no_window(fields: ConfigFields) -> None:
     """Take the fields of a sliding window, which must not be used."""
-    others = sorted(set(fields.take("layer_types", [])) - {"full_attention"})
+    others = sorted(set(fields.take("layer_types", [])) - {"full_attention"}, key=str)
     if others:
-        fields.refuse(f"layer_types has {', '.join(others)}, and only full_attention converts")
+        fields.refuse(f"layer_types has {', '.join(map(str, others))}, and only full_attention converts")
     used = fields.take("use_sliding_window", False)
     window = fields.take("sliding_window")
     if used:

@@ -33,6 +33,13 @@ _TEMPERATURES = {"mscale": 1.0, "mscale_all_dim": 0.0}
 _FIXED: Mapping[str, Mapping[str, float]] = {"default": {}, "llama3": _LLAMA3, "yarn": _YARN}
 """By the type of scaling, what Megatron has no option for."""
 
+_NEEDED: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "llama3": frozenset({"factor", *_LLAMA3}),
+    "yarn": frozenset({"factor", "original_max_position_embeddings"}),
+}
+"""By the type of scaling, what a file has to say: what is meant without it is not the same everywhere."""
+
 
 class Family(Protocol):
     """A layout of Hugging Face's models."""
@@ -76,7 +83,7 @@ def common_settings(fields: ConfigFields, scalings: Sequence[str] = ("default", 
         "ffn_hidden_size": fields.size("intermediate_size"),
         "vocab_size": fields.size("vocab_size"),
         "max_position_embeddings": fields.size("max_position_embeddings"),
-        "layernorm_epsilon": float(fields.need("rms_norm_eps", 1e-6)),
+        "layernorm_epsilon": fields.positive("rms_norm_eps", fields.need("rms_norm_eps", 1e-6)),
         "untie_embeddings_and_output_weights": not fields.take("tie_word_embeddings", False),
         "rotary_base": base,
         "attention_dropout": fields.part("attention_dropout"),
@@ -118,10 +125,10 @@ def common_config(settings: ModelSettings) -> dict[str, Any]:
 def _rotary(fields: ConfigFields, scalings: Sequence[str]) -> tuple[int, dict[str, Any]]:
     """The base of the frequencies, and how they are scaled."""
     # transformers 5 writes all of it into one field; earlier releases into two.
-    parameters = dict(fields.take("rope_parameters", {}))
+    parameters = fields.table("rope_parameters")
     base = fields.take("rope_theta", 10000.0) if "rope_theta" in parameters else fields.need("rope_theta", 10000.0)
-    base = parameters.pop("rope_theta", base)
-    scaling = {**parameters, **fields.take("rope_scaling", {})}
+    base = fields.positive("rope_theta", parameters.pop("rope_theta", base))
+    scaling = {**parameters, **fields.table("rope_scaling")}
     if int(base) != base:
         fields.refuse(f"rope_theta is {base}, and Megatron's --rotary-base is a whole number")
     kind = scaling.pop("type", "default")
@@ -130,16 +137,22 @@ def _rotary(fields: ConfigFields, scalings: Sequence[str]) -> tuple[int, dict[st
     if kind not in scalings:
         fields.refuse(f"rope_scaling is of type {kind!r}, and only {' or '.join(scalings)} converts in this family")
         return int(base), {}
+    for name in sorted(_NEEDED[kind] - scaling.keys()):
+        fields.refuse(f"rope_scaling.{name} is missing; write down what the model was trained with")
     for name, value in _FIXED[kind].items():
         found = scaling.pop(name, value)
         if found != value:
             fields.refuse(f"rope_scaling.{name} is {found!r}, and only {value!r} converts")
     read: dict[str, Any] = {}
     if kind == "llama3":
-        read = {"use_rope_scaling": True, "rope_scaling_factor": float(scaling.pop("factor", 8.0))}
+        factor = fields.positive("rope_scaling.factor", scaling.pop("factor", 8.0))
+        read = {"use_rope_scaling": True, "rope_scaling_factor": factor}
     elif kind == "yarn":
-        read = {"rope_type": "yarn", "rotary_scaling_factor": float(scaling.pop("factor", 1.0))}
-        read |= {name: float(scaling.pop(name, value)) for name, value in _TEMPERATURES.items()}
+        factor = fields.positive("rope_scaling.factor", scaling.pop("factor", 1.0))
+        read = {"rope_type": "yarn", "rotary_scaling_factor": factor}
+        for name, value in _TEMPERATURES.items():
+            found = scaling.pop(name, value)
+            read[name] = 0.0 if found == 0 else fields.positive(f"rope_scaling.{name}", found)
     for name, value in scaling.items():
         fields.refuse(f"rope_scaling.{name} ({value!r}) has no counterpart in Megatron")
     return int(base), read

@@ -52,7 +52,7 @@ class Record:
 
 
 def read_record(prefix: str, *, fix: str) -> Record | None:
-    """Return the record of a corpus; None if `data prepare` did not make it.
+    """Return the record of a corpus; None if `data prepare` did not make it, nor what its rows were padded from.
 
     Args:
         prefix: Of the corpus.
@@ -77,6 +77,8 @@ def read_record(prefix: str, *, fix: str) -> Record | None:
         raise UserError(f"{path}: not JSON ({error}), so that the record is damaged; {fix}") from error
     if not isinstance(content, dict) or content.get("format") != SIDECAR_FORMAT:
         raise UserError(f"{path}: format is not {SIDECAR_FORMAT!r}, that of this release's data prepare; {fix}")
+    if "padded_from" in content and "tokenizer" not in content:
+        return None
     fields = _Fields(content, path, fix)
     folder = fields.text("tokenizer.folder", may_be_null=True)
     return Record(

@@ -36,6 +36,10 @@ from megatron_ext.quietly import quietly
 __all__ = ["PadConfig", "Padded", "pad_corpus", "whole_rows"]
 
 
+_OF_THE_VOCABULARY = ("tokenizer", "vocab_size", "eod", "tokenizer_digests")
+"""What a corpus' record says that holds for its rows too."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PadConfig:
     """Which corpus to fill up, and to what."""
@@ -109,6 +113,8 @@ def pad_corpus(config: PadConfig) -> Padded:
         raise UserError(f"--seq-length {config.seq_length}: give 2 or more; a row predicts from its first token on")
     prefix = check_prefix(config.output_prefix)
     check_corpus(config.corpus, option="PREFIX")
+    if prefix.resolve() == Path(config.corpus).resolve():
+        raise UserError(f"--output-prefix {prefix}: is the corpus that is read, which would be replaced; give another")
     documents = _open(config.corpus)
     record = read_sidecar(config.corpus) if has_sidecar(Path(config.corpus)) else {}
     identity = {
@@ -128,7 +134,7 @@ def pad_corpus(config: PadConfig) -> Padded:
             found = _write(documents, config, folder, prefix.name)
             content: dict[str, Any] = {
                 "megatron_args": record.get("megatron_args", []),
-                **{key: record[key] for key in ("vocab_size", "eod", "tokenizer_digests") if key in record},
+                **{key: record[key] for key in _OF_THE_VOCABULARY if key in record},
                 "largest_id": record.get("largest_id"),
                 "dtype": np.dtype(documents.index.dtype).name,
                 "output_digest": scan(str(folder / prefix.name)).digest,

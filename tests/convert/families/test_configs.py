@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a ``config.json`` means in Megatron's words, and what is refused by name."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -24,6 +25,13 @@ DENSE = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
     "tie_word_embeddings": True,
+}
+LLAMA3 = {
+    "type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
 }
 MISSING = object()
 EXPERTS = {"num_experts": 4, "moe_intermediate_size": 32, "num_experts_per_tok": 2}
@@ -80,9 +88,9 @@ def test_flags_are_those_that_make_the_model():
 @pytest.mark.parametrize(
     "rotary",
     [
-        {"rope_theta": 5e5, "rope_scaling": {"type": "llama3", "factor": 4.0}},
-        {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0}},
-        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", "factor": 4.0}},
+        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "factor": 4.0}},
+        {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "rope_type": "llama3", "factor": 4.0}},
+        {"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "rope_type": "llama3", "factor": 4.0}},
     ],
 )
 def test_rotary_settings_are_read_as_former_and_current_releases_write_them(rotary: dict[str, Any]):
@@ -112,6 +120,11 @@ def test_rotary_settings_are_read_as_former_and_current_releases_write_them(rota
             ]
         ),
         ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 2}}, "low_freq_factor is 2"),
+        ("llama", {"rope_parameters": 3}, "rope_parameters is 3, not an object"),
+        ("llama", {"rope_theta": "x"}, "rope_theta is 'x', not a number"),
+        ("llama", {"rms_norm_eps": -1}, "rms_norm_eps is -1, not a number above 0"),
+        ("llama", {"rope_scaling": {"type": "llama3"}}, "rope_scaling.factor is missing; write down what"),
+        ("llama", {"rope_scaling": {**LLAMA3, "factor": "a"}}, "rope_scaling.factor is 'a', not a number above 0"),
         ("llama", {"rope_scaling": {"type": "llama3", "new": 2}}, "rope_scaling.new (2) has no counterpart"),
         ("llama", {"hidden_size": 0}, "hidden_size is 0, not a whole number"),
         ("llama", {"num_hidden_layers": None}, "num_hidden_layers is None"),
@@ -141,6 +154,15 @@ def test_what_does_not_convert_is_named(family: str, change: dict[str, Any], sai
         config = {key: value for key, value in {**CONFIGS[family], **change}.items() if value is not MISSING}
         read_config(family_named(family), config)
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_of_any_wrong_type_is_one_line_and_no_traceback(family: str):
+    names = {*CONFIGS[family], "rope_scaling", "rope_parameters", "tie_word_embeddings", "layer_types"}
+    for name in sorted(names):
+        for value in ("x", [], [1], {}, {"factor": "a"}, {"rope_type": 3}, -1, True, 3.5, float("nan"), float("inf")):
+            with suppress(UserError):
+                read_config(family_named(family), {**CONFIGS[family], name: value})
 
 
 def test_all_that_does_not_convert_is_named_at_once_and_fields_can_be_ignored():

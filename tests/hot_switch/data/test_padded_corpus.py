@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_ext.data.checks.vocabulary import VocabularyConfig, check_corpora
 from megatron_ext.data.output import read_sidecar
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.data.padded_corpus import PadConfig, pad_corpus, whole_rows
@@ -43,6 +44,29 @@ def test_the_record_of_the_vocabulary_goes_along(tmp_path: Path) -> None:
         *("--tokenizer-type", "NullTokenizer", "--vocab-size", "257"),
         *("--seq-length", "8", "--eod-mask-loss", "--data-path", str(tmp_path / "rows")),
     ]
+
+
+def test_rows_are_checked_as_the_corpus_is_that_they_are_of(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    make(tmp_path / "text", tmp_path / "corpus")
+    padded(tmp_path / "corpus", tmp_path / "rows")
+    corpus, rows = (
+        check_corpora([str(tmp_path / name)], VocabularyConfig(), tell=print) for name in ("corpus", "rows")
+    )
+    assert corpus.megatron_args == rows.megatron_args
+    # Nothing says which vocabulary these are of, and the rows say as much.
+    write_without_record(tmp_path / "foreign", [[1, 9]])
+    padded(tmp_path / "foreign", tmp_path / "foreign_rows")
+    for name in ("foreign", "foreign_rows"):
+        found = check_corpora([str(tmp_path / name)], VocabularyConfig(vocab_size=10), tell=print)
+        assert found.known is not None and found.known.size == 10
+
+
+def test_a_corpus_is_not_replaced_by_its_own_rows(tmp_path: Path) -> None:
+    write_without_record(tmp_path / "corpus", [[1, 9]])
+    with pytest.raises(UserError, match="is the corpus that is read, which would be replaced; give another"):
+        padded(tmp_path / "corpus", tmp_path / "." / "corpus", overwrite=True)
+    assert read_corpus(tmp_path / "corpus") == [[1, 9]]
 
 
 def test_what_is_there_is_kept_for_the_same_corpus_and_replaced_only_when_told(tmp_path: Path) -> None:
