@@ -63,7 +63,11 @@ _LOG_SECONDS = 10.0
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser("convert", help="models from and to Hugging Face")
+    parser = subparsers.add_parser(
+        "convert",
+        help="models from and to Hugging Face",
+        description="Bring models in from Hugging Face and out, and make a mixture of experts of a dense one.",
+    )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     _add_from_hf(actions)
     _add_to_hf(actions)

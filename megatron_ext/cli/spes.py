@@ -21,7 +21,11 @@ after the file changes a value, as --KEY=VALUE does there.
 
 def add_parser(subparsers: Any) -> None:
     """Add the subcommand."""
-    parser = subparsers.add_parser("spes", help="tools for people who come from SPES' own code")
+    parser = subparsers.add_parser(
+        "spes",
+        help="tools for people who come from SPES' own code",
+        description="Tools for people who come from SPES' own code.",
+    )
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     translate = actions.add_parser(
         "translate-config",
@@ -30,7 +34,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     translate.add_argument("file", type=Path, metavar="FILE", help="YAML file")
-    translate.add_argument("changes", nargs="*", metavar="KEY=VALUE", help="as spes_config.peer_id=2")
+    translate.add_argument("changes", nargs="*", default=[], metavar="KEY=VALUE", help="as spes_config.peer_id=2")
     translate.add_argument("--peers", type=int, metavar="N", help="peers of the run (default: spes_config.num_peers)")
     translate.add_argument(
         "--ignore", action="append", default=[], metavar="KEY", help="key to leave out of account; may be repeated"

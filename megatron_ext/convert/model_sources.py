@@ -121,7 +121,13 @@ def open_checkpoint(folder: Path, weights: str = "model") -> TorchDistReader:
     reader = TorchDistReader(folder, prefix)
     if "embedding.word_embeddings.weight" not in reader:
         has = [name for name, start in _prefixes(reader).items() if _has_model(reader, start)]
-        raise UserError(f"{folder}: the checkpoint has no weights {weights}; it has {', '.join(has) or 'none'}")
+        problem = f"{folder}: the checkpoint has no weights {weights}; it has {', '.join(has) or 'none'}"
+        if weights == "model" and "anchor" in has:
+            problem += (
+                ": it was saved in the middle of an interval; take an iteration after a round (--iteration N), or "
+                "one of those with convert to-hf --weights"
+            )
+        raise UserError(problem)
     return reader
 
 

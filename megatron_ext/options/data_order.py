@@ -217,6 +217,17 @@ DATA_ORDER = (
         peers_share=lambda args: args.train_samples or args.train_iters * args.global_batch_size,
     ),
     row(
+        "--padded-vocab-size that --tensor-model-parallel-size does not divide",
+        lambda args: bool(args.padded_vocab_size and args.padded_vocab_size % args.tensor_model_parallel_size),
+        variables=("padded_vocab_size",),
+        **everywhere(
+            refused(
+                "Megatron gives each tensor parallel rank as many rows, and fails where it builds the model",
+                "make the checkpoint again with megatron-ext convert from-hf --vocab-multiple N, or change one of them",
+            )
+        ),
+    ),
+    row(
         "vocabulary with its padding (--make-vocab-size-divisible-by)",
         is_set("make_vocab_size_divisible_by"),
         cpu=BUNDLE,

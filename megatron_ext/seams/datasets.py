@@ -6,12 +6,14 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron_ext.errors import UserError
 from megatron_ext.patching import Patch
+from megatron_ext.seams.arguments import say
 
 __all__ = ["patches"]
 
@@ -45,17 +47,30 @@ def _wrap_dependencies(original: Callable[[], None]) -> Callable[[], None]:
         try:
             original()
         except (SystemExit, FileNotFoundError):  # compilation failed, or there is no make: on the first rank
-            store.set(_NOT_COMPILED, "yes")
+            compiled = _compiled_before()
+            if compiled is None:
+                store.set(_NOT_COMPILED, "yes")
+            else:
+                say(f"Megatron's index helpers cannot be compiled here; taking {compiled}, which was compiled before")
             dist.barrier()  # in which the others are
         if store.check([_NOT_COMPILED]):
             datasets = importlib.import_module("megatron.core.datasets")
             raise UserError(
                 f"Megatron's index helpers in {next(iter(datasets.__path__))} are not compiled, and cannot be (the "
-                "first rank says why above): that needs make, g++ and pybind11; pip install pybind11, or install the "
-                "wheel megatron-core, which has them"
+                "first rank says why above): that needs make, g++, python3-config of this Python and pybind11; pip "
+                "install pybind11, or install the wheel megatron-core, which has them"
             )
 
     return compile_dependencies
+
+
+def _compiled_before() -> Path | None:
+    """Return the library of helpers of a checkout for this Python, if it is there and loads."""
+    try:
+        library = importlib.import_module("megatron.core.datasets.helpers_cpp").__file__
+    except ImportError:
+        return None
+    return Path(library) if library is not None and Path(library).with_name("Makefile").exists() else None
 
 
 def _wrap_epochs(original: Callable[..., Any]) -> Callable[..., Any]:

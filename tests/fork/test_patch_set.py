@@ -90,6 +90,13 @@ def test_a_file_without_a_last_newline_gets_its_lines_and_loses_them_again(fork:
     assert tools.read_bytes() == before
 
 
+def test_the_docs_count_the_seams_as_they_are():
+    seams = seams_of_megatron(known_patches())
+    apart = sum(not seam.takes_hook_point for seam in seams)
+    assert f"of {len(seams)} seams" in (REPOSITORY / "docs" / "fork-migration.md").read_text()
+    assert f"({apart} of {len(seams)} seams)" in (REPOSITORY / "patches" / "README.md").read_text()
+
+
 def test_the_command_prints_the_diff_and_names_what_it_leaves_out(fork: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["patches", "--fork", str(fork), "--diff"]) == 0
     out, err = capsys.readouterr()

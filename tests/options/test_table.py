@@ -304,6 +304,7 @@ DOUBTFUL = [
     "--position-embedding-type yarn",
     "--position-embedding-type mrope",
     "--position-embedding-type relative",
+    "--padded-vocab-size 259 --tensor-model-parallel-size 2",
     "--mla-down-proj-fusion",
     "--experimental-attention-variant gated_delta_net",
     "--dsa-indexer-topk-freq 2",
