@@ -38,13 +38,14 @@ from megatron_ext.local_sgd.checkpoints.load_plan import LoadPlan, plan_load, re
 from megatron_ext.local_sgd.checkpoints.weights_alone import keep_weights_alone
 from megatron_ext.local_sgd.config import LocalSGDConfig
 from megatron_ext.local_sgd.engine import LocalSGD
-from megatron_ext.local_sgd.job.job_rounds import ROUND_TIMER, JobRounds
+from megatron_ext.local_sgd.job.job_rounds import ROUND_TIMER, JobRounds, meet_early
 from megatron_ext.local_sgd.job.synced_weights import SyncedWeights
 from megatron_ext.local_sgd.job.worker import Worker
 from megatron_ext.local_sgd.meetings.config import MeetingsConfig
 from megatron_ext.local_sgd.meetings.counts import data_places
 from megatron_ext.local_sgd.one_worker import makes_rounds
 from megatron_ext.local_sgd.reporting import log_line
+from megatron_ext.local_sgd.reporting.account import RoundAccount
 from megatron_ext.local_sgd.same_options import require_same_options
 from megatron_ext.local_sgd.streaming import StreamingConfig
 from megatron_ext.outer.config import OuterOptimizerConfig
@@ -73,10 +74,11 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         gradients.forget_synchronous_warmup()
         self._groups: WorkerGroups | None = None
         self._worker: Worker | None = None
+        self._account = RoundAccount()
         self._rounds: JobRounds | None = None
         """From the start of training on."""
         self._synced: SyncedWeights | None = None
-        """As `_rounds`."""
+        """Beside `_worker`, which a run that does not train has too if it loads an optimizer."""
         self._plan: LoadPlan | None = None
         self._restored = False
         self._samples = 0
@@ -164,8 +166,8 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         else:
             # NCCL wants the first operation of a group to have all ranks, which pairs of workers are not.
             dist.all_reduce(torch.zeros((), device=engine.device), group=worker.groups.across)
-        rounds = JobRounds(context, worker, saved=self._saved_meetings(), samples=self._samples)
-        self._rounds, self._synced = rounds, SyncedWeights(worker, context.model)
+        rounds = JobRounds(context, worker, self._account, saved=self._saved_meetings(), samples=self._samples)
+        self._rounds = rounds
         if config.sync_in_forward or engine.streaming.in_background or engine.streaming.eager:
             # Megatron waits for all of the device after every exchange of pipeline stages, and so for a round's
             # messages, because of an error in a torch that is older than any that Megatron 0.19 runs with.
@@ -212,7 +214,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
 
     def batches_of_iteration(self) -> float:
         """Return how many global batches the last interval was."""
-        meetings = self._require_rounds().meetings
+        meetings = None if self._rounds is None else self._rounds.meetings
         return 1.0 if meetings is None else meetings.batches
 
     def data_place(self, args: Any, samples: int) -> int:
@@ -237,7 +239,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         """Let workers that differ meet early: after a resume their rounds may have moved."""
         worker = self._worker
         if worker is not None and not worker.engine.synced:  # without an engine nothing was restored that could differ
-            self._require_rounds().meet_early(iteration)
+            meet_early(worker, self._account, iteration, None if self._rounds is None else self._rounds.scheduler)
 
     def follow_weights(self) -> None:
         """Let rounds start from the new weights."""
@@ -266,11 +268,12 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     @on(EvaluationStart)
     def on_evaluation_start(self, event: EvaluationStart) -> None:
         """Put the anchor in place of the current weights when that is what evaluation runs on."""
-        if self._rounds is None or self._synced is None:  # --skip-train
+        if self._worker is None or self._synced is None:  # --skip-train
             say("local SGD: evaluating the weights that were loaded")
             return
-        engine = self._require_worker().engine
-        self._rounds.conclude()
+        engine = self._worker.engine
+        if self._rounds is not None:
+            self._rounds.conclude()
         if engine.synced:
             say("local SGD: evaluating the synced weights")
         elif engine.config.local_sgd_evaluation == "workers":
@@ -296,9 +299,9 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
             rounds.meetings.complete_log(log)
         if log.printing:
             log_line.average_losses(log, worker.groups.across)
-            log.fields.extend(rounds.account.fields(worker.engine.rounds, worker.groups.num_workers))
+            log.fields.extend(self._account.fields(worker.engine.rounds, worker.groups.num_workers))
         if log.writing:
-            log.scalars.update(rounds.account.scalars())
+            log.scalars.update(self._account.scalars())
 
     # Checkpoints.
 
@@ -308,32 +311,30 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
 
         Of weights without the optimizers' states those are saved that all workers have had last.
         """
-        rounds, synced = self._require_rounds(), self._synced
-        rounds.conclude()
-        if synced is not None and run_options().no_save_optim and not self._require_worker().engine.synced:
-            synced.put(biases=True)
+        if self._rounds is not None:
+            self._rounds.conclude()
+        if self._synced is not None and run_options().no_save_optim and not self._require_worker().engine.synced:
+            self._synced.put(biases=True)
 
     @on(SaveEnd)
     def on_save_end(self, event: SaveEnd) -> None:
         """Put the worker's own weights back."""
         if self._synced is not None and self._synced.is_put:
             self._synced.take_back()
-            # Rounds in flight have had their outer steps now; if the run ends here, nothing else logs them.
-            self._require_rounds().collect()
+            self._report_rounds()
 
     def save_state(self, context: SaveContext) -> None:
         """Give every worker its own place in the checkpoint, and add the outer state."""
         if not context.loading and context.args.no_save_optim:
             keep_weights_alone(context, self._require_groups().worker)
         elif not context.loading:
-            worker, rounds = self._require_worker(), self._require_rounds()
-            by_time = None if rounds.meetings is None else rounds.meetings.state()
+            worker, rounds = self._require_worker(), self._rounds
+            by_time = None if rounds is None or rounds.meetings is None else rounds.meetings.state()
             if context.files is None:
                 sharded_format.assemble(context, worker, by_time)
             else:
                 assemble_files(context, context.files, worker, by_time)
-            # A round in flight has had its outer step now; if the run ends here, nothing else logs it.
-            rounds.collect()
+            self._report_rounds()
         elif self._plan is not None:
             if context.optimizer is not None:
                 self._worker_of(context.args, context.model, context.optimizer)
@@ -341,6 +342,11 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
                 sharded_format.request(context, self._plan, self._require_groups(), self._worker)
             else:
                 request_files(context, context.files, self._plan, self._worker)
+
+    def _report_rounds(self) -> None:
+        """Report rounds in flight, which saves give their outer steps; if the run ends here, nothing else logs them."""
+        if self._rounds is not None:
+            self._rounds.collect()
 
     def check_load(self, context: LoadContext) -> None:
         """Refuse a checkpoint whose workers differ when this run has no workers."""
@@ -370,6 +376,7 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
     def _worker_of(self, args: Any, model: Sequence[Any], optimizer: Any) -> Worker:
         if self._worker is None:
             self._worker = Worker(args, model, optimizer, self._require_groups(), observe=self._measures)
+            self._synced = SyncedWeights(self._worker, model)
         return self._worker
 
     def _require_groups(self) -> WorkerGroups:

@@ -223,7 +223,7 @@ DATA_ORDER = (
         **everywhere(
             refused(
                 "Megatron gives each tensor parallel rank as many rows, and fails where it builds the model",
-                "make the checkpoint again with megatron-ext convert from-hf --vocab-multiple N, or change one of them",
+                "have the rows padded where the checkpoint is made (docs/convert.md), or change one of them",
             )
         ),
     ),

@@ -23,7 +23,7 @@ from megatron_ext.phrases import plural
 from megatron_ext.seams import forward
 from megatron_ext.seams.arguments import say
 
-__all__ = ["ROUND_TIMER", "JobRounds"]
+__all__ = ["ROUND_TIMER", "JobRounds", "meet_early"]
 
 ROUND_TIMER = "outer-sync"
 
@@ -34,27 +34,35 @@ class JobRounds:
     Attributes:
         in_warmup: whether the current step is synchronous over all workers.
         meetings: where workers meet by time; None where they meet by steps.
-        account: of the rounds, for logs.
+        scheduler: Megatron's, where workers may come to different places of the schedule; None otherwise.
     """
 
-    def __init__(self, start: TrainStart, worker: Worker, *, saved: Mapping[str, Any] | None, samples: int) -> None:
+    def __init__(
+        self,
+        start: TrainStart,
+        worker: Worker,
+        account: RoundAccount,
+        *,
+        saved: Mapping[str, Any] | None,
+        samples: int,
+    ) -> None:
         """Prepare; the worker's weights are those that training begins with.
 
         Args:
             start: of training.
             worker: of this rank.
+            account: takes what rounds report.
             saved: what `MeetingLoop.state` returned for the checkpoint that was loaded; None where there is none.
             samples: of the data, after which a worker's walk begins again; 0 where this rank reads none.
         """
         config = LocalSGDConfig.from_args(start.args)
         self._worker, self._engine, self._model = worker, worker.engine, start.model
         self.in_warmup = False
-        self.account = RoundAccount()
-        self.account.begin(start.args, start.model)
+        self._account = account
+        account.begin(start.args, start.model)
         self._iteration = 0
         self._last_iteration = last_step(start.args.train_iters, start.args.iterations_to_skip)
-        # Megatron's, where workers may come to different places of the schedule.
-        self._scheduler = start.scheduler if may_skip_steps(start.args) and not config.use_async else None
+        self.scheduler = start.scheduler if may_skip_steps(start.args) and not config.use_async else None
         self._arrivals: Arrivals | None = None
         self._will_wait = False
         if config.sync_in_forward:
@@ -90,7 +98,7 @@ class JobRounds:
         """Count the step and run what is due of rounds; the last step makes workers equal that rounds do not."""
         self.conclude()
         self._iteration = step.iteration
-        self.account.count(step.steps if step.completed else 0)
+        self._account.count(step.steps if step.completed else 0)
         if not step.completed:
             return
         if self.in_warmup:
@@ -108,7 +116,7 @@ class JobRounds:
             if meeting.makes_round:
                 progress = self._engine.sync(meeting.since_round)
                 self._worker.values.refresh()
-                self._worker.settle(self._scheduler)
+                self._worker.settle(self.scheduler)
                 self._take(progress)
 
     def _advance(self, step: StepEnd) -> None:
@@ -125,7 +133,7 @@ class JobRounds:
             elif self._arrivals is not None:
                 self._arrivals.expect()
             if engine.met:
-                self._worker.settle(self._scheduler)
+                self._worker.settle(self.scheduler)
         self._take(progress)
         if self._arrivals is not None and self._arrivals.open and not self._all_will_wait():
             self.conclude()
@@ -152,22 +160,33 @@ class JobRounds:
         """Report rounds that have had their outer step since they were last asked for; the run may end here."""
         self._take(self._engine.collect())
 
-    def meet_early(self, iteration: int) -> None:
-        """Let workers that differ meet in the middle of their interval."""
-        self._iteration = iteration
-        into = plural(self._engine.steps_since_sync, "step")
-        progress = self._engine.finish()
-        self._worker.values.refresh()
-        self._worker.settle(self._scheduler)
-        self._take(progress)
-        say(f"local SGD: the workers meet {into} into their interval, for the job's round with its peers")
-
     def _take(self, progress: WorkerProgress) -> None:
         """Repair and report what rounds after the last iteration did."""
-        if progress.healed:
-            # It continues from the synced weights; its moments would spoil them in the next step.
-            self._worker.values.reset_non_finite_moments()
-        self.account.take(progress.reports, self._iteration, is_debug=self._engine.config.is_debug)
+        _account_for(self._worker, self._account, progress, self._iteration)
+
+
+def meet_early(worker: Worker, account: RoundAccount, iteration: int, scheduler: Any) -> None:
+    """Let workers that differ meet in the middle of their interval; training need not have started.
+
+    Args:
+        worker: of this rank.
+        account: takes what the round reports.
+        iteration: after which they meet.
+        scheduler: see `JobRounds`.
+    """
+    into = plural(worker.engine.steps_since_sync, "step")
+    progress = worker.engine.finish()
+    worker.values.refresh()
+    worker.settle(scheduler)
+    _account_for(worker, account, progress, iteration)
+    say(f"local SGD: the workers meet {into} into their interval, for the job's round with its peers")
+
+
+def _account_for(worker: Worker, account: RoundAccount, progress: WorkerProgress, iteration: int) -> None:
+    if progress.healed:
+        # It continues from the synced weights; its moments would spoil them in the next step.
+        worker.values.reset_non_finite_moments()
+    account.take(progress.reports, iteration, is_debug=worker.engine.config.is_debug)
 
 
 @contextmanager
