@@ -75,6 +75,8 @@ def checkpoint_folder(path: Path, iteration: int | None = None) -> Path:
     tracker = path / _TRACKER
     if not tracker.exists():
         raise UserError(f"{path}: neither a checkpoint (no {_TRACKER}) nor one iteration of it (no .metadata)")
+    if iteration is not None and iteration < 0:
+        raise UserError(f"--iteration {iteration}: give one of {_iterations_in(path)}")
     said = tracker.read_bytes().decode(errors="replace").strip() if iteration is None else str(iteration)
     if said != "release" and not (said.isascii() and said.isdigit()):
         raise UserError(
@@ -124,8 +126,8 @@ def open_checkpoint(folder: Path, weights: str = "model") -> TorchDistReader:
         problem = f"{folder}: the checkpoint has no weights {weights}; it has {', '.join(has) or 'none'}"
         if weights == "model" and "anchor" in has:
             problem += (
-                ": it was saved in the middle of an interval; take an iteration after a round (--iteration N), or "
-                "one of those with convert to-hf --weights"
+                ": the workers differed when it was saved; take an iteration after a round, if there is one "
+                "(--iteration N), or bring one of these out with convert to-hf --weights"
             )
         raise UserError(problem)
     return reader

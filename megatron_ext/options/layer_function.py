@@ -49,6 +49,30 @@ _FORMER_MTP = refused(
 )
 _OF_HYBRIDS = accepted("it says nothing without --hybrid-layer-pattern")
 
+_PREDICTS_OTHERWISE = refused(
+    "Megatron 0.19 makes the layers that predict further tokens of another kind, or fails where it builds them"
+)
+
+_OF_VARIANTS = {
+    "gated_delta_net": ("linear_num_key_heads", "linear_key_head_dim"),
+    "dsa": (
+        "dsa_indexer_rope_interleaved",
+        "dsa_indexer_rotate_activation",
+        "dsa_indexer_scoring_relu",
+        "dsa_indexer_k_norm_epsilon",
+        "dsa_indexer_k_norm_fp32",
+    ),
+}
+"""What changes the function of a variant of attention and not the shapes of its tensors; a release has it or not."""
+
+
+def _attention_variant(args: Any) -> str | None:
+    """Return the variant, with what else all peers must have in common of it."""
+    variant: str | None = args.experimental_attention_variant
+    settings = [f"{name}={getattr(args, name, None)}" for name in _OF_VARIANTS.get(variant or "", ())]
+    return variant if variant is None else " ".join([variant, *settings])
+
+
 LAYER_FUNCTION = (
     row(
         "--num-attention-heads",
@@ -103,6 +127,14 @@ LAYER_FUNCTION = (
         peers_share="dsa_indexer_topk",
         local_sgd=CURRENT_LAYERS,
         sync_service=PEERS_CURRENT_LAYERS,
+    ),
+    row(
+        "--experimental-attention-variant with --mtp-num-layers",
+        lambda args: bool(args.experimental_attention_variant and args.mtp_num_layers),
+        cpu=NO_TE_ON_CPU,
+        local_sgd=_PREDICTS_OTHERWISE,
+        hot_switch=_PREDICTS_OTHERWISE,
+        sync_service=_PREDICTS_OTHERWISE,
     ),
     row(
         "--dsa-indexer-topk-freq above 1",
@@ -242,7 +274,7 @@ LAYER_FUNCTION = (
         given("experimental_attention_variant"),
         cpu=NO_TE_ON_CPU,
         hot_switch=ON_GPU_ALONE_HOT,
-        peers_share="experimental_attention_variant",
+        peers_share=_attention_variant,
         local_sgd=CURRENT_LAYERS,
         sync_service=PEERS_CURRENT_LAYERS,
     ),

@@ -69,6 +69,7 @@ REFUSED = [
     "--dataloader-inter-document-masking",
 ]
 REFUSED_BY_TWO_ROWS = [
+    "--experimental-attention-variant gated_delta_net --mtp-num-layers 1",
     "--cuda-graph-impl full_iteration",
     "--window-size 8,0 --transformer-impl transformer_engine",
 ]

@@ -4,6 +4,7 @@
 import ast
 import dataclasses
 import re
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,19 @@ def test_what_the_parameter_view_does_not_know_is_refused_where_options_are_read
     for field in UNSUPPORTED_OPTIONS.keys() - {"use_kitchen"}:
         verdicts = rows[elsewhere.get(field, "--" + field.replace("_", "-"))].verdicts
         assert all(verdicts[feature].refuses for feature in ("local-sgd", "hot-switch", "sync-service")), field
+
+
+def test_peers_have_the_same_attention_and_not_only_tensors_of_the_same_shapes():
+    (row,) = (row for row in ROWS if row.option == "--experimental-attention-variant")
+    assert callable(row.peers_share)
+    net = {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 2, "linear_key_head_dim": 8}
+    other = {**net, "linear_num_key_heads": 4, "linear_key_head_dim": 4}
+    assert row.peers_share(Namespace(**net)) != row.peers_share(Namespace(**other))
+    sparse = {"experimental_attention_variant": "dsa", "dsa_indexer_scoring_relu": True}
+    assert row.peers_share(Namespace(**sparse)) != row.peers_share(
+        Namespace(**{**sparse, "dsa_indexer_scoring_relu": False})
+    )
+    assert row.peers_share(Namespace(experimental_attention_variant=None)) is None
 
 
 def test_every_supported_option_names_a_test_that_exists():
@@ -307,6 +321,7 @@ DOUBTFUL = [
     "--padded-vocab-size 259 --tensor-model-parallel-size 2",
     "--mla-down-proj-fusion",
     "--experimental-attention-variant gated_delta_net",
+    "--experimental-attention-variant gated_delta_net --mtp-num-layers 1",
     "--dsa-indexer-topk-freq 2",
     "--moe-single-grouped-weight",
     "--moe-single-grouped-bias",

@@ -145,6 +145,9 @@ def _experts(fields: ConfigFields) -> dict[str, Any]:
     """The settings of Qwen's routed experts."""
     fields.rename("num_local_experts", "num_experts")
     step = fields.take("decoder_sparse_step", 1)
+    if not step:
+        fields.refuse("decoder_sparse_step is 0, not a whole number of at least 1")
+        step = 1
     dense = set(fields.take("mlp_only_layers", []))
     layers = fields.peek("num_hidden_layers", 1)
     pattern = tuple(int(layer not in dense and (layer + 1) % step == 0) for layer in range(layers))

@@ -127,7 +127,10 @@ def pad_corpus(config: PadConfig) -> Padded:
     try:
         refuse_foreign_description(prefix)
         if config.reuse and why_not_reusable(prefix, identity) is None:
-            return _told(prefix, read_sidecar(prefix), reused=True)
+            made = read_sidecar(prefix)
+            # A former release left out whose ids they are.
+            if made.keys() >= record.keys() & set(_OF_THE_VOCABULARY):
+                return _told(prefix, made, reused=True)
         if not config.overwrite:
             refuse_existing(prefix)
         with staging_folder(prefix) as folder:

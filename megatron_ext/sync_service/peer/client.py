@@ -18,6 +18,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import Self
 
@@ -48,6 +49,7 @@ log = logging.getLogger(__name__)
 Frozen = Callable[[str], torch.Tensor | None]
 """Returns the values of a part that a peer does not train, given its key; None where they are not at hand."""
 
+_FORGOTTEN = "it is too long ago to know whether it counted this peer's contribution"
 _UPLOADS = 3
 """How many times a contribution is uploaded when servers lose it meanwhile."""
 
@@ -92,6 +94,8 @@ class SyncClient:
         self.counted: Progress | None = None
         self.asynchronous = False
         self._sent = -1
+        self._may_count = -1
+        """The round in which a contribution may count: who comes too late does not even say that it is whole."""
         self._report = Report()
         self._outgoing = Outgoing(self.parts, config.codec, config.frame_bytes)
         self._looks_ahead = False
@@ -215,6 +219,7 @@ class SyncClient:
         if isinstance(answer, Continue) and not answer.send:
             # What was sent is made again now, from the same state: what it has lost can be worked out.
             self.uploaded, self._sent = True, self.round + 1
+            self._may_count = self._sent
         if isinstance(answer, Adopt):
             self.counted = answer.place if answer.is_committed else None
             if answer.keeps_residuals is not None:
@@ -275,6 +280,7 @@ class SyncClient:
         for _ in range(_UPLOADS):
             closed, missing = any(self._job.on_all(lambda: self._upload(number, values))), ""
             if not closed:
+                self._may_count = number
                 closed, missing = self._membership.commit(number, self._report)
             if not missing:
                 break
@@ -307,9 +313,10 @@ class SyncClient:
         if answer.contributed and settled is not None:
             expected = dict(settled.owned) if answer.newest == number else {}
             self._outgoing.keep_residuals(settled, answer.excluded)
-        elif settled is not None and answer.newest - number >= KEPT_RESULTS:
+        elif self._may_count == number and not self.asynchronous and answer.newest - number >= KEPT_RESULTS:
             # If it counted it has brought the residuals from before, which must not come a second time.
-            log.warning("round %d is too long ago to know whether it counted this peer's contribution", number)
+            answer = replace(answer, message=_FORGOTTEN)
+            log.warning("round %d: %s", number, _FORGOTTEN)
             self._outgoing.drop_residuals()
         elif not answer.contributed:
             log.warning("round %d did not count this peer's contribution: %s", number, answer.message or "it was late")

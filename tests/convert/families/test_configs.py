@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a ``config.json`` means in Megatron's words, and what is refused by name."""
 
+import math
 from contextlib import suppress
 from typing import Any
 
@@ -159,8 +160,9 @@ def test_what_does_not_convert_is_named(family: str, change: dict[str, Any], sai
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_field_of_any_wrong_type_is_one_line_and_no_traceback(family: str):
     names = {*CONFIGS[family], "rope_scaling", "rope_parameters", "tie_word_embeddings", "layer_types"}
+    names |= {"decoder_sparse_step", "mlp_only_layers", "router_aux_loss_coef", "routed_scaling_factor"}
     for name in sorted(names):
-        for value in ("x", [], [1], {}, {"factor": "a"}, {"rope_type": 3}, -1, True, 3.5, float("nan"), float("inf")):
+        for value in ("x", [], [1], {}, {"factor": "a"}, {"rope_type": 3}, 0, -1, True, 3.5, math.nan, math.inf):
             with suppress(UserError):
                 read_config(family_named(family), {**CONFIGS[family], name: value})
 

@@ -139,9 +139,25 @@ def test_a_peer_that_slept_until_nobody_knows_what_counted_does_not_send_its_res
         until(lambda: len(service.events("committed")) == 3, "the round that counts it")
         for _ in range(KEPT_RESULTS + 1):  # the first one comes too late
             held = other.sync(held).values
-        job.values = job.client.fetch(2, job.interval()).values["w"]
-    assert "too long ago to know" in caplog.text
+        found = job.client.fetch(2, job.interval())
+    assert "too long ago to know" in caplog.text and "too long ago to know" in found.message
     assert not job.residuals
+
+
+def test_a_peer_that_slept_before_it_contributed_keeps_its_residuals(make_service: MakeService):
+    service = make_service(quorum=1, grace_seconds=0.0)
+    service.start()
+    job = Job(service)
+    job.train()
+    residual = job.residuals["w"].clone()
+    assert residual.abs().max() > 0.02
+    with service.client("p1", START, codec="int4") as other:
+        held = other.start(START)
+        for _ in range(KEPT_RESULTS + 2):
+            held = other.sync(held).values
+    assert not job.client.upload(2, job.interval())
+    assert not job.client.fetch(2, job.interval()).contributed
+    torch.testing.assert_close(job.residuals["w"], residual, rtol=0, atol=0)
 
 
 def test_residuals_that_have_come_in_a_later_round_are_not_sent_again(make_service: MakeService):
