@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_ext.params.tensors import ParamsError
+from megatron_ext.params.tensors import require_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +32,8 @@ class DeltaNet:
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
-        for field in ("key_heads", "value_heads", "key_head_dim", "value_head_dim", "conv_width"):
-            if getattr(self, field) < 1:
-                raise ParamsError(f"Gated DeltaNet: {field} must be at least 1, got {getattr(self, field)}")
+        sizes = ("key_heads", "value_heads", "key_head_dim", "value_head_dim", "conv_width")
+        require_sizes("Gated DeltaNet", self, sizes)
 
     @property
     def inner_size(self) -> int:
@@ -66,6 +65,4 @@ class SparseIndexer:
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
-        for field in ("heads", "head_dim"):
-            if getattr(self, field) < 1:
-                raise ParamsError(f"sparse attention: {field} must be at least 1, got {getattr(self, field)}")
+        require_sizes("sparse attention", self, ("heads", "head_dim"))

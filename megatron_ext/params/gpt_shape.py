@@ -10,7 +10,7 @@ import torch
 
 from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer
 from megatron_ext.params.state_space import LayerKind, StateSpace
-from megatron_ext.params.tensors import ParamsError
+from megatron_ext.params.tensors import ParamsError, require_sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +41,8 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
-        for field in ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim"):
-            size = getattr(self, field)
-            if size is not None and size < 1:
-                raise ParamsError(f"multi-latent attention: {field} must be at least 1, got {size}")
+        sizes = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        require_sizes("multi-latent attention", self, sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +156,7 @@ class GptShape:
 
     def __post_init__(self) -> None:
         """Refuse sizes that contradict each other."""
-        for field in (
+        sizes = (
             "num_layers",
             "hidden_size",
             "ffn_hidden_size",
@@ -170,10 +168,8 @@ class GptShape:
             "moe_ffn_hidden_size",
             "moe_latent_size",
             "moe_shared_expert_intermediate_size",
-        ):
-            size = getattr(self, field)
-            if size is not None and size < 1:
-                raise ParamsError(f"GPT shape: {field} must be at least 1, got {size}")
+        )
+        require_sizes("GPT shape", self, sizes)
         if self.head_size < 1:
             raise ParamsError(
                 f"GPT shape: hidden_size {self.hidden_size} is less than num_attention_heads "

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_ext.params.tensors import ParamsError
+from megatron_ext.params.tensors import ParamsError, require_sizes
 
 LayerKind = Literal["state_space", "attention", "mlp", "experts"]
 """What a layer of a hybrid model is: one of these, where a GPT's is attention and then an MLP or experts."""
@@ -34,9 +34,7 @@ class StateSpace:
 
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
-        for field in ("heads", "head_dim", "groups", "state_dim", "conv_width"):
-            if getattr(self, field) < 1:
-                raise ParamsError(f"state-space layers: {field} must be at least 1, got {getattr(self, field)}")
+        require_sizes("state-space layers", self, ("heads", "head_dim", "groups", "state_dim", "conv_width"))
         if self.heads % self.groups:
             raise ParamsError(f"state-space layers: {self.heads} heads cannot be divided over {self.groups} groups")
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,23 @@ OUTPUT_UNIT = "output_layer"
 
 class ParamsError(UserError):
     """A model, a layout or a tensor does not fit the global parameter view."""
+
+
+def require_sizes(what: str, owner: object, fields: Iterable[str]) -> None:
+    """Refuse sizes below 1; one that is None is not there.
+
+    Args:
+        what: they are of, for the message.
+        owner: has them as attributes.
+        fields: their names.
+
+    Raises:
+        ParamsError: naming the first one.
+    """
+    for field in fields:
+        size = getattr(owner, field)
+        if size is not None and size < 1:
+            raise ParamsError(f"{what}: {field} must be at least 1, got {size}")
 
 
 def layer_unit(layer: int) -> str:

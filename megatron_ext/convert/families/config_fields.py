@@ -6,11 +6,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from megatron_ext.errors import UserError
 
-__all__ = ["ConfigFields", "carried_fields"]
+__all__ = ["ConfigFields", "carried_fields", "is_whole"]
 
 _OF_THE_FILE: Mapping[str, str] = MappingProxyType(
     {
@@ -73,14 +73,24 @@ _KINDS = {
 """Of values, in words."""
 
 
+def is_whole(value: Any, least: int) -> TypeGuard[int]:
+    """Return whether a value is a whole number of at least so much; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+
+
 def _is_like(value: Any, default: Any) -> bool:
     """Return whether a value is of the kind of another one."""
-    if isinstance(default, bool) or isinstance(value, bool):
-        return isinstance(value, bool) and isinstance(default, bool)
+    if isinstance(default, bool):
+        return isinstance(value, bool)
     if isinstance(default, int):
-        return isinstance(value, int) and value >= 0
+        return is_whole(value, 0)
     if isinstance(default, float):
-        return isinstance(value, int | float) and math.isfinite(value)
+        return _is_number(value)
     if isinstance(default, list):
         return isinstance(value, list) and all(isinstance(item, str | int) for item in value)
     return isinstance(value, type(default))
@@ -137,7 +147,7 @@ class ConfigFields:
     def size(self, name: str) -> int:
         """Return a field that has to be there, a whole number of at least 1."""
         value = self._left.pop(name, None)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not is_whole(value, 1):
             self._problems.append(f"{name} is {value!r}, not a whole number of at least 1")
             return 1
         return value
@@ -146,7 +156,7 @@ class ConfigFields:
         """Return a field that is a part of a whole, from 0 to below 1, and 0 where it is missing."""
         value = self.take(name)
         value = 0.0 if value is None else value
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+        if not _is_number(value) or not 0 <= value < 1:
             self._problems.append(f"{name} is {value!r}, not a number from 0 to below 1")
             return 0.0
         return float(value)
@@ -157,7 +167,7 @@ class ConfigFields:
 
     def positive(self, name: str, value: Any) -> float:
         """Return the value of a field, or of a field in another, that is a number above 0."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if not _is_number(value) or value <= 0:
             self._problems.append(f"{name} is {value!r}, not a number above 0")
             return 1.0
         return float(value)

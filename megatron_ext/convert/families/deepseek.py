@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.convert.families.config_fields import ConfigFields
+from megatron_ext.convert.families.config_fields import ConfigFields, is_whole
 from megatron_ext.convert.families.family import common_config, common_settings
 from megatron_ext.convert.hf_names import Names
 from megatron_ext.convert.settings import ModelSettings
@@ -81,8 +81,8 @@ class DeepseekV2:
 
 def _query_rank(fields: ConfigFields) -> int | None:
     """Take the rank of queries, which may be null."""
-    rank = fields.need("q_lora_rank", None)
-    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+    rank: int | None = fields.need("q_lora_rank", None)
+    if rank is not None and not is_whole(rank, 1):
         fields.refuse(f"q_lora_rank is {rank!r}, neither null nor a whole number of at least 1")
         return None
     return rank

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ class JobRounds:
         worker: Worker,
         account: RoundAccount,
         *,
-        saved: Mapping[str, Any] | None,
+        saved: dict[str, Any] | None,
         samples: int,
     ) -> None:
         """Prepare; the worker's weights are those that training begins with.
@@ -76,7 +76,7 @@ class JobRounds:
                 groups=worker.groups,
                 engine=self._engine,
                 values=worker.values,
-                saved=None if saved is None else dict(saved),
+                saved=saved,
                 samples=samples,
             )
 

@@ -67,6 +67,17 @@ def started(make_service: MakeService, **run: Any) -> Job:
     return job
 
 
+def trained_once(make_service: MakeService, **run: Any) -> tuple[Job, torch.Tensor]:
+    """Return a job that has made a round, and its residual."""
+    service = make_service(**run)
+    service.start()
+    job = Job(service)
+    job.train()
+    residual = job.residuals["w"].clone()
+    assert residual.abs().max() > 0.02
+    return job, residual
+
+
 def train_in_vain(job: Job) -> None:
     """Let another peer make rounds until what the job makes of its values is too old to count."""
     with job.service.client("p1", START, codec="int4") as other:
@@ -127,16 +138,11 @@ def test_a_peer_without_which_the_others_continued_still_sends_its_residuals(mak
 def test_a_peer_that_slept_until_nobody_knows_what_counted_does_not_send_its_residuals_again(
     make_service: MakeService, caplog: pytest.LogCaptureFixture
 ):
-    service = make_service(quorum=1, grace_seconds=0.0)
-    service.start()
-    job = Job(service)
-    job.train()
-    residual = job.residuals["w"].clone()
-    assert residual.abs().max() > 0.02
-    with service.client("p1", START, codec="int4") as other:
+    job, _ = trained_once(make_service, quorum=1, grace_seconds=0.0)
+    with job.service.client("p1", START, codec="int4") as other:
         held = other.start(START)
         job.client.upload(2, job.interval())
-        until(lambda: len(service.events("committed")) == 3, "the round that counts it")
+        until(lambda: len(job.service.events("committed")) == 3, "the round that counts it")
         for _ in range(KEPT_RESULTS + 1):  # the first one comes too late
             held = other.sync(held).values
         found = job.client.fetch(2, job.interval())
@@ -145,13 +151,8 @@ def test_a_peer_that_slept_until_nobody_knows_what_counted_does_not_send_its_res
 
 
 def test_a_peer_that_slept_before_it_contributed_keeps_its_residuals(make_service: MakeService):
-    service = make_service(quorum=1, grace_seconds=0.0)
-    service.start()
-    job = Job(service)
-    job.train()
-    residual = job.residuals["w"].clone()
-    assert residual.abs().max() > 0.02
-    with service.client("p1", START, codec="int4") as other:
+    job, residual = trained_once(make_service, quorum=1, grace_seconds=0.0)
+    with job.service.client("p1", START, codec="int4") as other:
         held = other.start(START)
         for _ in range(KEPT_RESULTS + 2):
             held = other.sync(held).values
@@ -205,28 +206,20 @@ def test_residuals_stay_when_the_round_that_was_awaited_refuses_what_was_sent(ma
 
 
 def test_residuals_stay_when_what_was_sent_with_it_was_too_old(make_service: MakeService):
-    service = make_service(peers=2, rounds="asynchronous", max_staleness=1)
-    service.start()
-    job = Job(service)
-    job.train()
-    saved, residual = job.checkpoint(), job.residuals["w"].clone()
-    assert residual.abs().max() > 0.02
+    job, residual = trained_once(make_service, peers=2, rounds="asynchronous", max_staleness=1)
+    saved = job.checkpoint()
     train_in_vain(job)
     assert not job.restart(saved)
     torch.testing.assert_close(job.residuals["w"], residual, rtol=0, atol=0)
 
 
 def test_a_round_in_which_nobody_counted_leaves_the_residuals(make_service: MakeService):
-    service = make_service(quorum=1, grace_seconds=0.0, max_norm=1e4)
-    service.start()
-    job = Job(service)
-    job.train()
-    saved, residual = job.checkpoint(), job.residuals["w"].clone()
-    assert residual.abs().max() > 0.02
-    with service.client("p1", START, codec="int4") as other:
+    job, residual = trained_once(make_service, quorum=1, grace_seconds=0.0, max_norm=1e4)
+    saved = job.checkpoint()
+    with job.service.client("p1", START, codec="int4") as other:
         held = other.start(START)
         assert not other.sync({"w": held["w"] + 1e6}).contributed
-    assert service.events("committed")[-1]["contributors"] == []
+    assert job.service.events("committed")[-1]["contributors"] == []
     assert not job.restart(saved)
     torch.testing.assert_close(job.residuals["w"], residual, rtol=0, atol=0)
 
