@@ -66,11 +66,19 @@ _OF_VARIANTS = {
 """What changes the function of a variant of attention and not the shapes of its tensors; a release has it or not."""
 
 
-def _attention_variant(args: Any) -> str | None:
-    """Return the variant, with what else all peers must have in common of it."""
-    variant: str | None = args.experimental_attention_variant
-    settings = [f"{name}={getattr(args, name, None)}" for name in _OF_VARIANTS.get(variant or "", ())]
-    return variant if variant is None else " ".join([variant, *settings])
+def _pattern(args: Any) -> str:
+    """Return a hybrid model's pattern, empty for a GPT."""
+    return args.hybrid_layer_pattern or args.hybrid_override_pattern or ""
+
+
+def _attention_variants(args: Any) -> str | None:
+    """Return the variants that the model has, with what else all peers must have in common of them."""
+    asked = [args.experimental_attention_variant]
+    asked += [variant for letter, variant in (("D", "dsa"), ("G", "gated_delta_net")) if letter in _pattern(args)]
+    said = []
+    for variant in dict.fromkeys(filter(None, asked)):
+        said += [variant, *(f"{name}={getattr(args, name, None)}" for name in _OF_VARIANTS.get(variant, ()))]
+    return " ".join(said) or None
 
 
 LAYER_FUNCTION = (
@@ -274,7 +282,7 @@ LAYER_FUNCTION = (
         given("experimental_attention_variant"),
         cpu=NO_TE_ON_CPU,
         hot_switch=ON_GPU_ALONE_HOT,
-        peers_share=_attention_variant,
+        peers_share=_attention_variants,
         local_sgd=CURRENT_LAYERS,
         sync_service=PEERS_CURRENT_LAYERS,
     ),
@@ -346,7 +354,7 @@ LAYER_FUNCTION = (
         sync_service=_HYBRID_PEERS,
         spes=_HYBRID_EXPERTS,
         # Bars are where a peer has cut its own pipeline.
-        peers_share=lambda args: (args.hybrid_layer_pattern or args.hybrid_override_pattern or "").replace("|", ""),
+        peers_share=lambda args: _pattern(args).replace("|", ""),
     ),
     *(
         row(

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer
 from megatron_ext.params.gpt_shape import GptShape
 from megatron_ext.params.layer_tensors import UnitPlace, column, norm, row, whole
 from megatron_ext.params.tensors import GlobalTensor
 
 
-def delta_net(shape: GptShape, sizes: DeltaNet, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
+def delta_net(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
     """The tensors of Gated DeltaNet in one layer.
 
     Tensor parallelism gives each rank whole heads: of the input projection and of the convolution, which are several
     matrices in one, a part of each.
     """
+    sizes = shape.delta_net
+    assert sizes is not None, "a shape with such layers has their sizes"
     for name in ("dt_bias", "A_log"):
         yield column(shape, prefix + name, (sizes.value_heads,), place, None)
     blocks, names = tuple(sizes.projected.values()), tuple(sizes.projected)
@@ -27,18 +28,17 @@ def delta_net(shape: GptShape, sizes: DeltaNet, prefix: str, place: UnitPlace) -
     yield from row(shape, prefix + "out_proj", (shape.hidden_size, sizes.inner_size), place, None, bias=False)
 
 
-def sparse_indexer(
-    shape: GptShape, sizes: SparseIndexer, query_size: int, prefix: str, place: UnitPlace
-) -> Iterator[GlobalTensor]:
+def sparse_indexer(shape: GptShape, query_size: int, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
     """The tensors of one layer's indexer.
 
     Args:
         shape: the model.
-        sizes: of the indexer.
         query_size: channels of what its queries are projected from.
         prefix: of the attention.
         place: what they belong to.
     """
+    sizes = shape.sparse_indexer
+    assert sizes is not None, "a shape with such layers has their sizes"
     prefix += "core_attention.indexer."
     yield whole(shape, prefix + "linear_wq_b.weight", (sizes.heads * sizes.head_dim, query_size), place)
     yield whole(shape, prefix + "linear_wk.weight", (sizes.head_dim, shape.hidden_size), place)

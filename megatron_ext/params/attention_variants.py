@@ -12,8 +12,8 @@ from megatron_ext.params.tensors import require_sizes
 class DeltaNet:
     """Sizes of Gated DeltaNet (Yang et al., 2024), a linear attention that stands in place of softmax attention."""
 
-    layers: tuple[bool, ...]
-    """Which decoder layers have it (``--linear-attention-freq``)."""
+    layers: tuple[bool, ...] = ()
+    """Which layers of a GPT have it (``--linear-attention-freq``); empty in a hybrid model, whose pattern tells."""
 
     key_heads: int
     """Heads of queries and keys (``--linear-num-key-heads``)."""

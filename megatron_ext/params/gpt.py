@@ -66,11 +66,8 @@ def gpt_parameters(shape: GptShape) -> tuple[GlobalTensor, ...]:
     tensors = list(_embedding(shape))
     for layer in range(shape.num_layers):
         place = UnitPlace(layer_unit(layer), layer)
-        prefix = f"decoder.layers.{layer}."
-        if shape.layer_kinds:
-            tensors += _layer_of_kind(shape, prefix, place, shape.layer_kinds[layer])
-        else:
-            tensors += _layer(shape, prefix, place, layer)
+        for kind in shape.parts_of(layer):
+            tensors += _part(shape, f"decoder.layers.{layer}.", place, kind)
     for depth in range(shape.mtp_num_layers):
         tensors += _prediction_layer(shape, depth)
     final_norm = "decoder.final_norm" if shape.layer_kinds else "decoder.final_layernorm"
@@ -124,57 +121,40 @@ def _vocabulary(shape: GptShape, name: str, unit: str, shared_with: tuple[str, .
     )
 
 
-def _layer(shape: GptShape, prefix: str, place: UnitPlace, kind: int) -> Iterator[GlobalTensor]:
-    """A layer of a GPT, of the kind of the decoder layer with this number."""
-    yield from _attention_part(shape, prefix, place, is_delta_net=shape.is_delta_net_layer(kind))
-    yield from _mlp_part(shape, prefix, place, shape.is_moe_layer(kind))
-
-
-def _layer_of_kind(shape: GptShape, prefix: str, place: UnitPlace, kind: LayerKind) -> Iterator[GlobalTensor]:
-    """A layer of a hybrid model."""
+def _part(shape: GptShape, prefix: str, place: UnitPlace, kind: LayerKind) -> Iterator[GlobalTensor]:
+    """A part of a layer, with the norm before it."""
     if kind == "state_space":
         yield from state_space_layer(shape, prefix, place)
-    elif kind == "attention":
-        yield from _attention_part(shape, prefix, place)
+    elif kind in ("mlp", "experts"):
+        yield from norm(shape, prefix + "pre_mlp_layernorm", shape.hidden_size, place)
+        if kind == "experts":
+            yield from _experts(shape, prefix + "mlp.", place)
+        else:
+            yield from _mlp(shape, prefix + "mlp.", place, shape.ffn_hidden_size, bias=shape.add_bias_linear)
     else:
-        yield from _mlp_part(shape, prefix, place, kind == "experts")
-
-
-def _attention_part(
-    shape: GptShape, prefix: str, place: UnitPlace, *, is_delta_net: bool = False
-) -> Iterator[GlobalTensor]:
-    yield from norm(shape, prefix + "input_layernorm", shape.hidden_size, place)
-    if shape.delta_net is not None and is_delta_net:
-        yield from delta_net(shape, shape.delta_net, prefix + "self_attention.", place)
-    else:
-        yield from _attention(shape, prefix + "self_attention.", place)
-
-
-def _mlp_part(shape: GptShape, prefix: str, place: UnitPlace, has_experts: bool) -> Iterator[GlobalTensor]:
-    yield from norm(shape, prefix + "pre_mlp_layernorm", shape.hidden_size, place)
-    if has_experts:
-        yield from _experts(shape, prefix + "mlp.", place)
-    else:
-        yield from _mlp(shape, prefix + "mlp.", place, shape.ffn_hidden_size, bias=shape.add_bias_linear)
+        yield from norm(shape, prefix + "input_layernorm", shape.hidden_size, place)
+        if kind == "delta_net":
+            yield from delta_net(shape, prefix + "self_attention.", place)
+        else:
+            yield from _attention(shape, prefix + "self_attention.", place, is_sparse=kind == "sparse_attention")
 
 
 def _prediction_layer(shape: GptShape, depth: int) -> Iterator[GlobalTensor]:
-    """A layer of multi-token prediction: it has one of the last decoder layer's kind, or what the pattern says."""
+    """A layer of multi-token prediction, which has one of the model's layers inside, or several of a hybrid model's."""
     prefix, place = f"mtp.layers.{depth}.", UnitPlace(prediction_unit(depth))
     inner = prefix + "mtp_model_layer."
     for name in ("enorm", "hnorm"):
         yield from norm(shape, prefix + name, shape.hidden_size, place)
     yield column(shape, prefix + "eh_proj.weight", (shape.hidden_size, 2 * shape.hidden_size), place, None)
-    if shape.layer_kinds:
-        for number, kind in enumerate(shape.mtp_layer_kinds):
-            yield from _layer_of_kind(shape, f"{inner}layers.{number}.", place, kind)
-    else:
-        yield from _layer(shape, inner, place, shape.num_layers - 1)
+    for number, kind in enumerate(shape.prediction_parts):
+        yield from _part(shape, f"{inner}layers.{number}." if shape.layer_kinds else inner, place, kind)
     yield from norm(shape, prefix + "final_layernorm", shape.hidden_size, place)
 
 
-def _attention(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
+def _attention(shape: GptShape, prefix: str, place: UnitPlace, *, is_sparse: bool) -> Iterator[GlobalTensor]:
     if shape.latent_attention is not None:
+        if is_sparse:
+            yield from sparse_indexer(shape, shape.latent_attention.q_lora_rank or shape.hidden_size, prefix, place)
         yield from _latent_attention(shape, shape.latent_attention, prefix, place)
         return
     heads = shape.num_attention_heads * shape.head_size
@@ -204,9 +184,6 @@ def _latent_attention(
     down = column if latent.cut_down_projections else whole
     if shape.learnable_softmax:
         yield column(shape, prefix + "core_attention.softmax_offset", (heads,), place, None)
-    if shape.sparse_indexer is not None:
-        query_size = latent.q_lora_rank or shape.hidden_size
-        yield from sparse_indexer(shape, shape.sparse_indexer, query_size, prefix, place)
     values = (shape.hidden_size, heads * latent.v_head_dim)
     yield from row(shape, prefix + "linear_proj", values, place, None, bias=shape.add_bias_linear)
     if latent.q_lora_rank is None:

@@ -110,7 +110,7 @@ class GptShape:
     """Gated DeltaNet in some layers; None without it."""
 
     sparse_indexer: SparseIndexer | None = None
-    """What sparse attention over latent attention chooses keys with; None without it."""
+    """What sparse attention over latent attention chooses keys with; None without it. Of a GPT all layers have it."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """Kind of norm; only LayerNorm has a bias."""
@@ -192,7 +192,7 @@ class GptShape:
                 f"GPT shape: moe_layers must have one entry per layer ({self.num_layers}), "
                 f"got {len(self.moe_layers)}"
             )
-        if self.delta_net is not None and len(self.delta_net.layers) != self.num_layers:
+        if self.delta_net is not None and not self.layer_kinds and len(self.delta_net.layers) != self.num_layers:
             raise ParamsError(
                 f"GPT shape: delta_net.layers must have one entry per layer ({self.num_layers}), "
                 f"got {len(self.delta_net.layers)}"
@@ -205,8 +205,13 @@ class GptShape:
             )
         if self.layer_kinds and self.mtp_num_layers and not self.mtp_layer_kinds:
             raise ParamsError("GPT shape: mtp_num_layers asks for layers, but mtp_layer_kinds does not say of what")
-        if "state_space" in self.layer_kinds + self.mtp_layer_kinds and self.state_space is None:
-            raise ParamsError("GPT shape: layer_kinds asks for state-space layers, but state_space is not set")
+        for kind, field, given in (
+            ("state_space", "state_space", self.state_space),
+            ("delta_net", "delta_net", self.delta_net),
+            ("sparse_attention", "sparse_indexer", self.sparse_indexer),
+        ):
+            if kind in self.layer_kinds + self.mtp_layer_kinds and given is None:
+                raise ParamsError(f"GPT shape: layer_kinds asks for {kind} layers, but {field} is not set")
         if any(self.moe_layers) and not self.num_moe_experts:
             raise ParamsError("GPT shape: moe_layers asks for experts, but num_moe_experts is not set")
 
@@ -240,9 +245,19 @@ class GptShape:
         """Channels that routed experts read and write."""
         return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
 
-    def is_delta_net_layer(self, layer: int) -> bool:
-        """Whether decoder layer ``layer`` (counted from 0) has Gated DeltaNet in place of softmax attention."""
-        return self.delta_net is not None and self.delta_net.layers[layer]
+    def parts_of(self, layer: int) -> tuple[LayerKind, ...]:
+        """Return what decoder layer ``layer`` (from 0) is made of: two parts in a GPT, one in a hybrid model."""
+        if self.layer_kinds:
+            return (self.layer_kinds[layer],)
+        attention: LayerKind = "attention" if self.sparse_indexer is None else "sparse_attention"
+        if self.delta_net is not None and self.delta_net.layers[layer]:
+            attention = "delta_net"
+        return (attention, "experts" if self.is_moe_layer(layer) else "mlp")
+
+    @property
+    def prediction_parts(self) -> tuple[LayerKind, ...]:
+        """What a layer of multi-token prediction is made of: in a GPT it is of the last decoder layer's kind."""
+        return self.mtp_layer_kinds if self.layer_kinds else self.parts_of(self.num_layers - 1)
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether decoder layer ``layer`` (counted from 0) has routed experts."""

@@ -14,13 +14,12 @@ KINDS: dict[str, LayerKind] = {
     "M": "state_space",
     "*": "attention",
     "+": "attention",
+    "D": "sparse_attention",
+    "G": "delta_net",
     "-": "mlp",
     "E": "experts",
 }
 """What Megatron's letters stand for; ``+`` is multi-latent attention, which the model's other options tell too."""
-
-UNKNOWN = {"G": "gated delta nets", "D": "DeepSeek's sparse attention"}
-"""Letters of layers that this package does not know."""
 
 
 def kinds_of_pattern(pattern: str) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, ...]]:
@@ -31,9 +30,8 @@ def kinds_of_pattern(pattern: str) -> tuple[tuple[LayerKind, ...], tuple[LayerKi
     """
     for letter in pattern:
         if letter not in KINDS and letter not in "|/":
-            what = UNKNOWN.get(letter, "a kind of layers")
             raise ParamsError(
-                f"--hybrid-layer-pattern {pattern}: {letter} ({what}) is not known here; the layers can be "
+                f"--hybrid-layer-pattern {pattern}: layers of the kind {letter} are not known here; they can be "
                 + ", ".join(KINDS)
             )
     # All layers of multi-token prediction are alike.

@@ -17,7 +17,7 @@ from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.hybrid_pattern import kinds_of_pattern, stages_of_pattern
 from megatron_ext.params.layout import DEFAULT_ORDER, Coordinates, Layout, uneven_layers
 from megatron_ext.params.placement import Placement
-from megatron_ext.params.state_space import StateSpace
+from megatron_ext.params.state_space import LayerKind, StateSpace
 from megatron_ext.params.tensors import ParamsError
 from megatron_ext.params.view import LocalParameter, ParameterView, match_chunk
 
@@ -52,6 +52,11 @@ def build_view(
     return ParameterView(placement, place, entries, buffers)
 
 
+def has_shape(model: Any) -> bool:
+    """Whether a model, unwrapped, is of a kind that ``shape_of`` knows."""
+    return isinstance(model, GPTModel | HybridModel)
+
+
 def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
     """The shape of a ``GPTModel`` or ``HybridModel``, read from its config and its pattern of layers.
 
@@ -82,7 +87,7 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
         qk_layernorm=config.qk_layernorm,
         qk_norm_over_heads=getattr(config, "qk_norm_over_heads", False),  # by megatron_ext.layer_specs
         latent_attention=_latent_attention(config) if config.multi_latent_attention else None,
-        delta_net=_delta_net(config),
+        delta_net=_delta_net(config, kinds + predicting),
         sparse_indexer=_sparse_indexer(config),
         normalization=config.normalization,
         num_moe_experts=config.num_moe_experts,
@@ -112,11 +117,12 @@ def _latent_attention(config: Any) -> LatentAttention:
     )
 
 
-def _delta_net(config: Any) -> DeltaNet | None:
-    if config.experimental_attention_variant != "gated_delta_net":
+def _delta_net(config: Any, kinds: tuple[LayerKind, ...]) -> DeltaNet | None:
+    """The sizes of Gated DeltaNet, where a GPT's variant of attention asks for it or a hybrid model's pattern."""
+    if config.experimental_attention_variant != "gated_delta_net" and "delta_net" not in kinds:
         return None
     return DeltaNet(
-        layers=_delta_net_layers(config),
+        layers=() if kinds else _delta_net_layers(config),
         key_heads=config.linear_num_key_heads,
         value_heads=config.linear_num_value_heads,
         key_head_dim=config.linear_key_head_dim,
@@ -247,7 +253,7 @@ def _persistent_buffers(chunk: torch.nn.Module) -> list[tuple[str, torch.Tensor]
 
 def _refuse_unsupported(chunks: Sequence[Any]) -> None:
     for chunk in chunks:
-        if not isinstance(chunk, GPTModel | HybridModel):
+        if not has_shape(chunk):
             raise ParamsError(
                 f"the model is a {type(chunk).__name__}; the global parameter view knows GPTModel and HybridModel only"
             )

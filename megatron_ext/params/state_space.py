@@ -8,8 +8,9 @@ from typing import Literal
 
 from megatron_ext.params.tensors import ParamsError, require_sizes
 
-LayerKind = Literal["state_space", "attention", "mlp", "experts"]
-"""What a layer of a hybrid model is: one of these, where a GPT's is attention and then an MLP or experts."""
+LayerKind = Literal["state_space", "attention", "sparse_attention", "delta_net", "mlp", "experts"]
+"""What a layer of a hybrid model is: one of these, where a GPT's is attention of some kind and then an MLP or experts.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

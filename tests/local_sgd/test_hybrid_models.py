@@ -10,7 +10,7 @@ import pytest
 
 from tests.local_sgd.runs import GUARD, arguments, model_digests, same_state, worker_slices
 from tests.support.every_run import one_of_each
-from tests.support.presets import GROUPED, HYBRID, LAYOUTS
+from tests.support.presets import DELTA_NET_SIZES, GROUPED, HYBRID, LAYOUTS, SPARSE_SIZES
 from tests.support.pretrain import run_pretrain
 from tests.support.transformer_engine import NEEDS_HYBRID_MODELS, accept_transformer_engine
 
@@ -29,6 +29,12 @@ KINDS = {
         {"local_sgd_fragments": 2, "local_sgd_fragment_sync_delay": 1},
     ),
     "in forward": ("single", "fp32", {"local_sgd_sync_in_forward": True}),
+    "Gated DeltaNet, and norms of heads": (
+        "tp2-sp",
+        "bf16-distopt",
+        {**DELTA_NET_SIZES, "hybrid_layer_pattern": "MG*-", "qk_layernorm": True, "swiglu": True, **GUARD},
+    ),
+    "sparse attention": ("tp2-sp", "bf16-distopt", {**SPARSE_SIZES, "hybrid_layer_pattern": "MD+-"}),
     "experts": ("moe-ep2", "bf16-distopt", {**GROUPED, "hybrid_layer_pattern": "ME*M"}),
     "multi-token prediction": (
         "pp2",

@@ -63,14 +63,21 @@ def test_what_the_parameter_view_does_not_know_is_refused_where_options_are_read
 def test_peers_have_the_same_attention_and_not_only_tensors_of_the_same_shapes():
     (row,) = (row for row in ROWS if row.option == "--experimental-attention-variant")
     assert callable(row.peers_share)
-    net = {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 2, "linear_key_head_dim": 8}
-    other = {**net, "linear_num_key_heads": 4, "linear_key_head_dim": 4}
-    assert row.peers_share(Namespace(**net)) != row.peers_share(Namespace(**other))
-    sparse = {"experimental_attention_variant": "dsa", "dsa_indexer_scoring_relu": True}
-    assert row.peers_share(Namespace(**sparse)) != row.peers_share(
-        Namespace(**{**sparse, "dsa_indexer_scoring_relu": False})
-    )
-    assert row.peers_share(Namespace(experimental_attention_variant=None)) is None
+    none = {"experimental_attention_variant": None, "hybrid_layer_pattern": None, "hybrid_override_pattern": None}
+    assert row.peers_share(Namespace(**none)) is None
+    for letter, variant, one, another in (
+        (
+            "G",
+            "gated_delta_net",
+            {"linear_num_key_heads": 2, "linear_key_head_dim": 8},
+            {"linear_num_key_heads": 4, "linear_key_head_dim": 4},
+        ),
+        ("D", "dsa", {"dsa_indexer_scoring_relu": True}, {"dsa_indexer_scoring_relu": False}),
+    ):
+        # In a GPT, and by the letter of a hybrid model's pattern.
+        for asked in ({"experimental_attention_variant": variant}, {"hybrid_layer_pattern": f"M{letter}-"}):
+            said = [row.peers_share(Namespace(**{**none, **asked, **sizes})) for sizes in (one, another)]
+            assert said[0] != said[1] and variant in said[0]
 
 
 def test_every_supported_option_names_a_test_that_exists():

@@ -95,6 +95,15 @@ HYBRID: Options = MappingProxyType(
 )
 """State-space layers beside attention and an MLP, on Transformer Engine's layers: Megatron has no others for them."""
 
+DELTA_NET_SIZES: Options = MappingProxyType(
+    {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 4,
+    }
+)
+
 DELTA_NET: Options = MappingProxyType(
     {
         "num_layers": 3,
@@ -102,10 +111,7 @@ DELTA_NET: Options = MappingProxyType(
         "attention_backend": "auto",
         "experimental_attention_variant": "gated_delta_net",
         "linear_attention_freq": 3,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 4,
+        **DELTA_NET_SIZES,
         "position_embedding_type": "rope",
         "no_rope_fusion": True,
         "normalization": "RMSNorm",
@@ -115,16 +121,22 @@ DELTA_NET: Options = MappingProxyType(
 )
 """Two layers of Gated DeltaNet before one of softmax attention, on Transformer Engine's layers: there are no others."""
 
-SPARSE: Options = MappingProxyType(
+SPARSE_SIZES: Options = MappingProxyType(
     {
         **LATENT,
-        "transformer_impl": "transformer_engine",
-        "attention_backend": "auto",
-        "experimental_attention_variant": "dsa",
         "dsa_indexer_n_heads": 2,
         "dsa_indexer_head_dim": 8,
         "dsa_indexer_topk": 16,
         "dsa_indexer_loss_coeff": 0.01,
+    }
+)
+
+SPARSE: Options = MappingProxyType(
+    {
+        **SPARSE_SIZES,
+        "transformer_impl": "transformer_engine",
+        "attention_backend": "auto",
+        "experimental_attention_variant": "dsa",
         "untie_embeddings_and_output_weights": True,
     }
 )
