@@ -23,6 +23,8 @@ from megatron_ext.hooks import Feature, hooks
 from megatron_ext.hot_switch.feature import HotSwitchFeature
 from megatron_ext.local_sgd.feature import LocalSGDFeature
 from megatron_ext.params import GptShape, ParameterView, gpt_parameters
+from megatron_ext.params.state_space import LayerKind
+from megatron_ext.params.tensors import prediction_unit
 from megatron_ext.worker_cuts import computed_places
 
 __all__ = ["survey"]
@@ -49,13 +51,9 @@ def survey(rank: LoneRank, asked: ExplainConfig) -> tuple[JobFigures, RankFigure
     if problem is not None:
         notes.append(problem)
     uses, sent = memory.memory_of(rank), []
-    uses.append(activations(args, micro_batches))
+    uses.append(activations(args, _shape(rank), micro_batches))
     if view is not None:
-        units = {entry.unit for entry in view.entries if entry.tensor.layer is not None}
-        with_experts = {entry.unit for entry in view.entries if entry.is_expert}
-        sent = step_traffic.traffic_of(
-            rank, layers=len(units), moe_layers=len(with_experts), stage=stage, micro_batches=micro_batches
-        )
+        sent = step_traffic.traffic_of(rank, view.shape, _parts(view), stage=stage, micro_batches=micro_batches)
     facts: dict[str, Any] = {}
     if local_sgd is not None:
         engine = of_local_sgd.engine_of(rank, local_sgd)
@@ -148,6 +146,25 @@ def _view(rank: LoneRank) -> tuple[ParameterView | None, str | None]:
         if [feature for feature in rank.features if feature.name != "cpu"]:
             raise
         return None, f"parameters of the whole model, activations' traffic and checkpoints are left out: {error}"
+
+
+def _shape(rank: LoneRank) -> GptShape | None:
+    """Return the model's shape; a stock run may train a model that has none."""
+    from megatron.core.utils import unwrap_model
+
+    from megatron_ext.params import live_model
+
+    chunk = unwrap_model(rank.model[0])
+    return live_model.shape_of(chunk) if live_model.has_shape(chunk) else None
+
+
+def _parts(view: ParameterView) -> list[LayerKind]:
+    """Return what the rank's layers are made of, those of multi-token prediction too."""
+    layers = {entry.tensor.layer for entry in view.entries if entry.tensor.layer is not None}
+    units = {entry.unit for entry in view.entries}
+    predicting = [depth for depth in range(view.shape.mtp_num_layers) if prediction_unit(depth) in units]
+    found = [part for layer in sorted(layers) for part in view.shape.parts_of(layer)]
+    return found + list(view.shape.prediction_parts) * len(predicting)
 
 
 def _parameters(shape: GptShape, topk: int) -> tuple[int, int]:

@@ -8,37 +8,45 @@ s x b x h of a micro-batch's positions on a rank, its samples and the hidden siz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_ext.explain.lone_rank import LoneRank
 from megatron_ext.explain.rank_figures import TrafficUse
+from megatron_ext.params import GptShape
 from megatron_ext.params.ddp_traffic import ddp_bytes
+from megatron_ext.params.state_space import LayerKind
 
 __all__ = ["traffic_of"]
 
 
-def traffic_of(rank: LoneRank, *, layers: int, moe_layers: int, stage: int, micro_batches: int) -> list[TrafficUse]:
+def traffic_of(
+    rank: LoneRank, shape: GptShape, parts: Sequence[LayerKind], *, stage: int, micro_batches: int
+) -> list[TrafficUse]:
     """Return what a rank sends in every inner step.
 
     Args:
         rank: the rank.
-        layers: of the decoder, on this rank.
-        moe_layers: how many of them have experts.
+        shape: of the model.
+        parts: what its layers are made of, those of multi-token prediction too.
         stage: its pipeline stage.
         micro_batches: of a step.
     """
     found = [TrafficUse(cause=cause, nbytes=nbytes, per="step") for cause, nbytes in ddp_bytes(rank.model).items()]
-    found += _activations(rank.asked, layers, moe_layers, stage, micro_batches)
+    found += activation_traffic(rank.asked, shape, parts, stage=stage, micro_batches=micro_batches)
     return [use for use in found if use.nbytes]
 
 
-def _activations(asked: Any, layers: int, moe_layers: int, stage: int, micro_batches: int) -> Iterator[TrafficUse]:
+def activation_traffic(
+    asked: Any, shape: GptShape, parts: Sequence[LayerKind], *, stage: int, micro_batches: int
+) -> Iterator[TrafficUse]:
+    """Yield the activations that a rank sends in every inner step, by cause; see ``traffic_of``."""
     tp, pp, ep = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size, asked.expert_model_parallel_size
     positions = asked.seq_length // asked.context_parallel_size
     message = positions * asked.micro_batch_size * asked.hidden_size * asked.params_dtype.itemsize
-    # Two all-reduces of a layer forward and two backward; with sequence parallelism they are pairs of halves.
-    reduced = micro_batches * layers * 4 * 2 * message * (tp - 1) // tp
+    # An all-reduce of each part forward and one backward; with sequence parallelism they are pairs of halves.
+    reduced = micro_batches * len(parts) * 2 * 2 * message * (tp - 1) // tp
     yield TrafficUse(cause=f"activations (tensor parallel, TP {tp})", nbytes=reduced, per="step", by_formula=True)
     chunks = asked.virtual_pipeline_model_parallel_size or 1
     borders = chunks * 2 - (stage == 0) - (stage == pp - 1)
@@ -50,20 +58,24 @@ def _activations(asked: Any, layers: int, moe_layers: int, stage: int, micro_bat
         by_formula=True,
     )
     if asked.context_parallel_size > 1:
-        yield from _context_parallel(asked, layers, micro_batches)
-    if moe_layers and ep > 1:
+        yield from _context_parallel(asked, shape, parts, micro_batches)
+    with_experts = list(parts).count("experts")
+    if with_experts and ep > 1:
         # To the experts and back, forward and backward, of the positions that a tensor-parallel rank has.
-        routed = message // tp * asked.moe_router_topk * (ep - 1) // ep
+        routed = message * shape.expert_width // (shape.hidden_size * tp) * asked.moe_router_topk * (ep - 1) // ep
         yield TrafficUse(
             cause=f"tokens to experts and back (EP {ep})",
-            nbytes=micro_batches * moe_layers * 4 * routed,
+            nbytes=micro_batches * with_experts * 4 * routed,
             per="step",
             by_formula=True,
         )
 
 
-def _context_parallel(asked: Any, layers: int, micro_batches: int) -> Iterator[TrafficUse]:
+def _context_parallel(
+    asked: Any, shape: GptShape, parts: Sequence[LayerKind], micro_batches: int
+) -> Iterator[TrafficUse]:
     cp, tp = asked.context_parallel_size, asked.tensor_model_parallel_size
+    number = Counter(parts)
     kind = asked.cp_comm_type if isinstance(asked.cp_comm_type, str) else (asked.cp_comm_type or ["p2p"])[0]
     groups = asked.num_query_groups if asked.group_query_attention else asked.num_attention_heads
     key = value = asked.kv_channels
@@ -76,10 +88,15 @@ def _context_parallel(asked: Any, layers: int, micro_batches: int) -> Iterator[T
     else:
         # Keys and values go round forward, and backward they do again, with their gradients.
         sent = 3 * groups * (key + value) * (cp - 1)
+    sent *= number["attention"] + number["sparse_attention"]
+    for scans, sizes in ((number["delta_net"], shape.delta_net), (number["state_space"], shape.state_space)):
+        if sizes is not None:
+            # What is projected in, and the result: all-to-alls as above, whatever attention does.
+            sent += scans * 2 * (sum(sizes.projected.values()) + sizes.inner_size) * (cp - 1) // cp
     tokens = asked.seq_length // cp * asked.micro_batch_size
     yield TrafficUse(
         cause=f"keys and values (context parallel, CP {cp})",
-        nbytes=micro_batches * layers * tokens * sent // tp * asked.params_dtype.itemsize,
+        nbytes=micro_batches * tokens * sent // tp * asked.params_dtype.itemsize,
         per="step",
         by_formula=True,
     )
