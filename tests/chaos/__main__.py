@@ -58,12 +58,18 @@ def _run(options: argparse.Namespace) -> int:
 
 def _drawn(options: argparse.Namespace, seed: int) -> tuple[Settings, Sequence[Fault]]:
     """Return what a seed stands for."""
-    settings = (Settings.of_jobs if options.jobs else Settings.of_seed)(seed)
+    if options.jobs:
+        settings = Settings.of_jobs(seed)
+    else:
+        settings = Settings.of_seed(seed, shards=options.shards, guarded=options.guards)
     names = [peer_name(index) for index in range(settings.peers)]
     seconds = 60 * options.minutes
     if options.schedule:
-        return settings, read_schedule(options.schedule, seconds=seconds, peers=names)
-    return settings, draw(seed, seconds=seconds, faults_per_hour=options.faults_per_hour, peers=names)
+        return settings, read_schedule(options.schedule, seconds=seconds, peers=names, servers=settings.servers)
+    faults = draw(
+        seed, seconds=seconds, faults_per_hour=options.faults_per_hour, peers=names, servers=settings.servers
+    )
+    return settings, faults
 
 
 def _make_folder(folder: Path | None) -> None:
@@ -109,6 +115,12 @@ def _made(settings: Settings, faults: Sequence[Fault], seconds: float, folder: P
     return figures(run(settings, faults, seconds=seconds, folder=folder, zygote=zygote))
 
 
+def _kind_of(options: argparse.Namespace) -> str:
+    """Return what is said of the run besides its seed."""
+    said = {"--jobs ": options.jobs, "--guards ": options.guards, f"--shards {options.shards} ": options.shards > 1}
+    return "".join(text for text, is_given in said.items() if is_given)
+
+
 def _say_how_to_run_again(
     options: argparse.Namespace,
     settings: Settings,
@@ -133,7 +145,7 @@ def _say_how_to_run_again(
     lines += [f"  {fault}" for fault in fewer]
     lines += [
         f"files: {folder}",
-        f"again: python -m tests.chaos {'--jobs ' if options.jobs else ''}--seed {settings.seed} "
+        f"again: python -m tests.chaos {_kind_of(options)}--seed {settings.seed} "
         f"--minutes {options.minutes:g} --schedule {path}",
     ]
     print("\n".join(lines), file=place, flush=True)

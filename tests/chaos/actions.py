@@ -75,19 +75,19 @@ def _repair(run: Synthetic, struck: Struck, dice: random.Random) -> None:
 
 
 def _slow_disk(run: Synthetic, struck: Struck, dice: random.Random) -> None:
-    run.strains[SERVER].slow_disk(dice.uniform(0.02, 0.2))
+    run.strains[struck.fault.target].slow_disk(dice.uniform(0.02, 0.2))
 
 
 def _quick_disk(run: Synthetic, struck: Struck, dice: random.Random) -> None:
-    run.strains[SERVER].slow_disk(0.0)
+    run.strains[struck.fault.target].slow_disk(0.0)
 
 
 def _full_disk(run: Synthetic, struck: Struck, dice: random.Random) -> None:
-    run.limit_files(run.journal.stat().st_size + dice.choice((0, 10, 1000, 100_000)))
+    run.limit_files(struck.fault.target, run.journal.stat().st_size + dice.choice((0, 10, 1000, 100_000)))
 
 
 def _room(run: Synthetic, struck: Struck, dice: random.Random) -> None:
-    run.limit_files(-1)
+    run.limit_files(struck.fault.target, -1)
 
 
 def _clock(run: Synthetic, struck: Struck, dice: random.Random) -> None:
@@ -101,8 +101,8 @@ def _poison(run: Synthetic, struck: Struck, dice: random.Random) -> None:
 
 
 def _flip_snapshot(run: Synthetic, struck: Struck, dice: random.Random) -> None:
-    run.kill(SERVER)
-    run.damage(struck, max(run.state.glob("snapshots/*.safetensors"), default=None), dice)
+    state = run.killed(struck.fault.target)
+    run.damage(struck, max(state.glob("snapshots/*.safetensors"), default=None), dice)
 
 
 def _flip_journal(run: Synthetic, struck: Struck, dice: random.Random) -> None:
@@ -111,8 +111,8 @@ def _flip_journal(run: Synthetic, struck: Struck, dice: random.Random) -> None:
 
 
 def _flip_spool(run: Synthetic, struck: Struck, dice: random.Random) -> None:
-    run.kill(SERVER)
-    found = sorted(path for path in run.state.glob("spool/round-*/*.frames") if path.stat().st_size)
+    state = run.killed(struck.fault.target)
+    found = sorted(path for path in state.glob("spool/round-*/*.frames") if path.stat().st_size)
     run.damage(struck, dice.choice(found) if found else None, dice)
 
 

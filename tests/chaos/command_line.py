@@ -20,6 +20,7 @@ _MOST_FAULTS = 36_000
 _MOST_MINUTES = 7 * 24 * 60
 _MOST_RUNS = 1000
 """Of one call, and to shrink a schedule with."""
+_MOST_SHARDS = 2
 _MOST_SEED = (1 << 63) - 1
 """That torch's generator takes."""
 
@@ -51,6 +52,10 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
         help="a run with each of these, one after the other: 7 9 or 100-109",
     )
     parser.add_argument("--jobs", action="store_true", help="peers that are Megatron jobs, instead of synthetic ones")
+    parser.add_argument("--guards", action="store_true", help="judge and weight contributions by their norms (EDiT)")
+    parser.add_argument(
+        "--shards", type=int, default=1, metavar="N", help="servers that share the values among them, 1 or 2 (1)"
+    )
     parser.add_argument("--minutes", type=float, default=3.0, help="how long faults happen, for each seed (3)")
     parser.add_argument(
         "--faults-per-hour",
@@ -82,6 +87,11 @@ def check(options: argparse.Namespace) -> None:
             raise UserError(f"--seed is {seed}; give 0 to 2^63 - 1")
     if options.faults_per_hour > _MOST_FAULTS:
         raise UserError(f"--faults-per-hour is {options.faults_per_hour:g}; give {_MOST_FAULTS} (ten a second) or less")
+    if not 1 <= options.shards <= _MOST_SHARDS:
+        raise UserError(f"--shards is {options.shards}; give 1 to {_MOST_SHARDS}: the model has as many tensors")
+    for option, is_given in ((f"--shards {options.shards}", options.shards > 1), ("--guards", options.guards)):
+        if options.jobs and is_given:
+            raise UserError(f"{option} is for synthetic peers; drop it, or --jobs")
     if not 0 <= options.shrink <= _MOST_RUNS:
         raise UserError(f"--shrink is {options.shrink}; give 0 to {_MOST_RUNS}")
 

@@ -7,7 +7,6 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_ext.sync_service.rounds.journal import read_journal
 from tests.chaos.history import Struck
 from tests.sync_service.service import Process, Zygote
 
@@ -20,17 +19,17 @@ REBUILT = "; the journal was rebuilt"
 class Damage:
     """One."""
 
-    def __init__(self, struck: Struck, path: Path, dice: random.Random) -> None:
+    def __init__(self, struck: Struck, path: Path, newest: int, dice: random.Random) -> None:
         """Flip the bit.
 
         Args:
             struck: the fault, whose outcome is written down.
             path: of the file.
+            newest: round that is committed.
             dice: says which bit, and how a journal is repaired.
         """
         self.struck = struck
-        self._run = path.parents[{"journal.jsonl": 0}.get(path.name, 1 if path.suffix == ".safetensors" else 2)]
-        self.newest = read_journal(self._run / "journal.jsonl").newest
+        self.newest = newest
         """The newest round when the bit was flipped."""
         self._path, self._whole = path, path.read_bytes()
         damaged = bytearray(self._whole)
@@ -70,7 +69,7 @@ class Damage:
         """Bring the file back, from a copy or with `server recover`; the server is away."""
         if self._recovers:
             log = folder / f"recover.{len(list(folder.glob('recover.*.log')))}.log"
-            process = Process(zygote, log, {"argv": ["server", "recover", str(self._run)]})
+            process = Process(zygote, log, {"argv": ["server", "recover", str(self._path.parent)]})
             if process.wait() == 0:
                 self.struck.outcome += REBUILT
                 return

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_ext.sync_service.rounds.journal import parse_journal
-from tests.chaos.schedule import SERVER, Fault
+from tests.chaos.schedule import Fault
 from tests.chaos.settings import Settings, peer_name
 
 __all__ = ["End", "History", "JournalTail", "Struck"]
@@ -29,9 +30,9 @@ class Struck:
     outcome: str = ""
     """What became of it, where there is something to say: a bit flip is refused, noticed, or healed."""
 
-    def touches(self, peer: str) -> bool:
-        """Return whether a peer may lose an interval by it."""
-        return self.fault.target in (peer, SERVER)
+    def touches(self, peer: str, servers: Sequence[str]) -> bool:
+        """Return whether a peer may lose an interval by it: what strikes a server strikes all."""
+        return self.fault.target in (peer, *servers)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from tests.chaos.damage import REBUILT
 from tests.chaos.history import End, Event, History, Struck
 from tests.chaos.peer import digest_of
 from tests.chaos.replay import Contribution, replayed
-from tests.chaos.schedule import SERVER
 from tests.chaos.settings import BATCH, STEPS
 from tests.chaos.task import Task
 
@@ -177,7 +176,8 @@ def _ends_of_contributions(history: History) -> dict[tuple[str, int], int]:
 
 def _one_interval_lost_per_fault(history: History) -> Iterator[str]:
     free: dict[str, list[Struck]] = {
-        peer: [struck for struck in history.struck if struck.touches(peer)] for peer in history.names
+        peer: [struck for struck in history.struck if struck.touches(peer, history.settings.servers)]
+        for peer in history.names
     }
     for attempt in lost_attempts(history):
         causes = [
@@ -244,15 +244,15 @@ def _processes_stay(history: History) -> Iterator[str]:
     """A process may end by itself: a peer that a rebuilt journal does not know, a server that starts on a full disk."""
     for end in history.ends:
         explained = any(
-            struck.begun <= end.at <= history.recovered(struck) and _ends_processes(struck, end)
+            struck.begun <= end.at <= history.recovered(struck) and _ends_processes(history, struck, end)
             for struck in history.struck
         )
         if not explained:
             yield f"{end.who} ended by itself with status {end.code}: {end.said}"
 
 
-def _ends_processes(struck: Struck, end: End) -> bool:
-    if end.who == SERVER:
+def _ends_processes(history: History, struck: Struck, end: End) -> bool:
+    if end.who in history.settings.servers:
         # Whatever file it is that cannot be written, in whole or in part.
         return struck.fault.kind == "full disk" and " cannot be used: " in end.said
     return struck.outcome.endswith(REBUILT)

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from megatron_ext.outer.optimizers.delayed_nesterov import DelayedNesterov
 from megatron_ext.outer.optimizers.sgd import OuterSGD
-from tests.chaos.settings import BATCH, OUTER_RATE, STEPS, Settings
+from megatron_ext.outer.weighted_sum import weighted_mean
+from megatron_ext.sync_service.protocol.catalog import Catalog
+from megatron_ext.sync_service.rounds.config import RunConfig
+from megatron_ext.sync_service.values.guards import Guards, Judged
+from megatron_ext.sync_service.values.tensor_round import square_of
+from tests.chaos.settings import BATCH, OUTER_RATE, STEPS, Settings, peer_name
 from tests.chaos.task import Task, Values
 
 __all__ = ["Contribution", "faultless", "replayed"]
@@ -47,7 +52,7 @@ def replayed(settings: Settings, task: Task, rounds: Iterable[Sequence[Contribut
         for entry in contributions:
             base = found[entry.made_for - 1]
             trained, _ = task.interval(base, entry.index, settings.peers, entry.begin)
-            moved.append((base, trained))
+            moved.append((entry.index, base, trained))
         found[number] = outer.moved(moved) if moved else found[number - 1]
         found.pop(number - _KEPT, None)
         yield found[number]
@@ -65,19 +70,41 @@ class _Synchronous:
             for name, value in self._values.items()
             if momentum is not None
         }
+        # It learns from round to round, without an interruption.
+        self._catalog = Catalog.of_tensors(start)
+        penalty = RunConfig(**settings.run_config()).penalty
+        self._guards = Guards(penalty, self._catalog, settings.peers, None) if settings.guarded else None
 
-    def moved(self, contributions: Sequence[tuple[Values, Values]]) -> Values:
-        """Return the next values, given what each peer began with and what it made of it."""
+    def moved(self, contributions: Sequence[tuple[int, Values, Values]]) -> Values:
+        """Return the next values, given each peer's index, what it began with and what it made of it."""
+        if self._guards is not None:
+            self._judge(self._guards, contributions)
         for name, anchor in self._values.items():
-            terms = [trained[name].view(-1) for _, trained in contributions]
+            weight_of = dict.fromkeys((index for index, _, _ in contributions), 1.0)
+            if self._guards is not None:
+                verdict = self._guards.verdicts[self._catalog[name].judged_as]
+                weight_of = dict(zip(verdict.accepted, verdict.weights, strict=True))
+            counted = [(weight_of[index], trained) for index, _, trained in contributions if index in weight_of]
+            if not counted:
+                continue
+            terms = [trained[name].view(-1) for _, trained in counted]
             if name in self._optimizers:
                 terms = [anchor - term for term in terms]
-            mean = sum(terms[1:], terms[0]) / len(terms)
+            mean = weighted_mean((term.clone() for term in terms), [weight for weight, _ in counted])
             if name in self._optimizers:
                 self._optimizers[name].step(0, slice(0, anchor.numel()), mean)
             else:
                 anchor.copy_(mean)
         return {name: value.clone().view(self._shapes[name]) for name, value in self._values.items()}
+
+    def _judge(self, guards: Guards, contributions: Sequence[tuple[int, Values, Values]]) -> None:
+        squares: dict[int, dict[Judged, float]] = {}
+        for index, _, trained in contributions:
+            of_peer = squares.setdefault(index, {})
+            for name, anchor in self._values.items():
+                judged = self._catalog[name].judged_as
+                of_peer[judged] = of_peer.get(judged, 0.0) + square_of(anchor - trained[name].view(-1))
+        guards.decide(squares, {}, {index: peer_name(index) for index in squares}, None)
 
 
 class _Asynchronous:
@@ -92,9 +119,9 @@ class _Asynchronous:
             for name, value in self._values.items()
         }
 
-    def moved(self, contributions: Sequence[tuple[Values, Values]]) -> Values:
+    def moved(self, contributions: Sequence[tuple[int, Values, Values]]) -> Values:
         """Return the next values, given what the one peer began with and what it made of it."""
-        ((base, trained),) = contributions
+        ((_, base, trained),) = contributions
         for name, optimizer in self._optimizers.items():
             gradient = (base[name] - trained[name]).view(-1)
             optimizer.step(0, slice(0, gradient.numel()), gradient)

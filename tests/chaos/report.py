@@ -91,7 +91,10 @@ def _commits(history: History) -> list[dict[str, Any]]:
 def kind_of(settings: dict[str, Any]) -> str:
     """Return how the peers of a run meet."""
     kind = "asynchronous" if settings["asynchronous"] else f"quorum {settings['quorum']} of {settings['peers']}"
-    return f"{kind}, {settings['codec']}, {'mean' if settings['outer_momentum'] is None else 'outer SGD'}"
+    guards = ", guards" if settings["guarded"] else ""
+    servers = f", {settings['shards']} servers" if settings["shards"] > 1 else ""
+    step = "mean" if settings["outer_momentum"] is None else "outer SGD"
+    return f"{kind}, {settings['codec']}, {step}{guards}{servers}"
 
 
 def as_table(found: dict[str, Any]) -> str:

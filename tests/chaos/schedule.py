@@ -12,9 +12,10 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 
-__all__ = ["KINDS", "SERVER", "Fault", "Kind", "draw", "read_schedule", "shrink", "write_schedule"]
+__all__ = ["KINDS", "SERVER", "Fault", "Kind", "draw", "read_schedule", "server_names", "shrink", "write_schedule"]
 
 SERVER = "server"
+"""The one that peers know, which decides about rounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class Kind:
     """What is known of a kind of fault."""
 
     strikes: str
-    """'server', 'peer', 'link' or 'any' (the server or a peer)."""
+    """'server', 'first server' (which alone has a journal), 'peer', 'link' or 'any' (a server or a peer)."""
 
     shortest: float
     """Seconds."""
@@ -49,7 +50,7 @@ KINDS: dict[str, Kind] = {
     "corrupt frames down": Kind(strikes="link", shortest=2.0, longest=2.0),
     "poisoned values": Kind(strikes="peer", shortest=1.0, longest=1.0),
     "bit flip in the snapshot": Kind(strikes="server", shortest=0.1, longest=0.5),
-    "bit flip in the journal": Kind(strikes="server", shortest=0.1, longest=0.5),
+    "bit flip in the journal": Kind(strikes="first server", shortest=0.1, longest=0.5),
     "bit flip in the spool": Kind(strikes="server", shortest=0.1, longest=0.5),
 }
 
@@ -68,7 +69,7 @@ class Fault:
     """How long it lasts; of what is killed, how long until it is started again."""
 
     target: str
-    """`server`, or a peer's name: also that of its link."""
+    """A server's name, or a peer's: also that of its link."""
 
     dice: int
     """Decides what else there is to decide: which bit, how slow, how far."""
@@ -87,7 +88,14 @@ _FIELDS: dict[str, tuple[tuple[type, ...], str]] = {
 }
 
 
-def draw(seed: int, *, seconds: float, faults_per_hour: float, peers: Sequence[str]) -> tuple[Fault, ...]:
+def server_names(shards: int) -> tuple[str, ...]:
+    """Return what the servers of a run are called, the first one first."""
+    return (SERVER, *(f"shard{shard}" for shard in range(1, shards)))
+
+
+def draw(
+    seed: int, *, seconds: float, faults_per_hour: float, peers: Sequence[str], servers: Sequence[str] = (SERVER,)
+) -> tuple[Fault, ...]:
     """Return the faults of a seed, in the order of their time; at most one at a time strikes the same process or link.
 
     Args:
@@ -95,6 +103,7 @@ def draw(seed: int, *, seconds: float, faults_per_hour: float, peers: Sequence[s
         seconds: the last fault has ended by then.
         faults_per_hour: how many begin, in the mean.
         peers: names of the peers.
+        servers: names of the servers.
 
     Raises:
         UserError: there is no room for one.
@@ -108,7 +117,7 @@ def draw(seed: int, *, seconds: float, faults_per_hour: float, peers: Sequence[s
         (name,) = dice.choices(list(KINDS), [kind.weight for kind in KINDS.values()])
         kind = KINDS[name]
         lasts = dice.uniform(kind.shortest, kind.longest)
-        places = {"server": (SERVER,), "any": (SERVER, *peers)}.get(kind.strikes, tuple(peers))
+        places = _places(kind, peers, servers)
         target, more = dice.choice(places), dice.getrandbits(32)
         if at + lasts > seconds:
             break
@@ -126,18 +135,27 @@ def draw(seed: int, *, seconds: float, faults_per_hour: float, peers: Sequence[s
     return tuple(found)
 
 
+def _places(kind: Kind, peers: Sequence[str], servers: Sequence[str]) -> tuple[str, ...]:
+    """Return what a kind of fault can strike."""
+    found = {"server": (*servers,), "first server": (SERVER,), "any": (*servers, *peers)}
+    return found.get(kind.strikes, tuple(peers))
+
+
 def write_schedule(path: Path, faults: Sequence[Fault]) -> None:
     """Write faults to a file, a line each."""
     path.write_text("".join(json.dumps(asdict(fault)) + "\n" for fault in faults))
 
 
-def read_schedule(path: Path, *, seconds: float, peers: Sequence[str]) -> tuple[Fault, ...]:
+def read_schedule(
+    path: Path, *, seconds: float, peers: Sequence[str], servers: Sequence[str] = (SERVER,)
+) -> tuple[Fault, ...]:
     """Read faults from a file.
 
     Args:
         path: of the file.
         seconds: how long faults may happen.
         peers: names of the peers.
+        servers: names of the servers.
 
     Raises:
         UserError: there is no such file, or a line of it cannot be a fault of this run; names the line.
@@ -158,7 +176,7 @@ def read_schedule(path: Path, *, seconds: float, peers: Sequence[str]) -> tuple[
         if problem:
             raise UserError(f"--schedule {path}: line {number}: {problem}")
         fault = Fault(**content)
-        problem = _problem(fault, seconds, peers)
+        problem = _problem(fault, seconds, peers, servers)
         if problem:
             raise UserError(f"--schedule {path}: line {number}: {problem}")
         found.append(fault)
@@ -180,11 +198,10 @@ def _problem_of_fields(content: Any) -> str:
     return ""
 
 
-def _problem(fault: Fault, seconds: float, peers: Sequence[str]) -> str:
+def _problem(fault: Fault, seconds: float, peers: Sequence[str], servers: Sequence[str]) -> str:
     if fault.kind not in KINDS:
         return f"kind is {fault.kind!r}; use one of {', '.join(KINDS)}"
-    strikes = KINDS[fault.kind].strikes
-    places = {"server": (SERVER,), "any": (SERVER, *peers)}.get(strikes, tuple(peers))
+    places = _places(KINDS[fault.kind], peers, servers)
     if fault.target not in places:
         return f"target is {fault.target!r}; {fault.kind!r} strikes {', '.join(places)}"
     over = fault.at + fault.seconds

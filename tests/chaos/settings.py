@@ -7,6 +7,8 @@ import random
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tests.chaos.schedule import server_names
+
 __all__ = ["BATCH", "OUTER_RATE", "RUN", "STEPS", "Settings", "peer_name"]
 
 RUN = "demo"
@@ -52,9 +54,15 @@ class Settings:
     jobs: bool = False
     """Whether the peers are Megatron jobs."""
 
+    shards: int = 1
+    """Servers that share the values among them."""
+
+    guarded: bool = False
+    """Whether contributions are judged and weighted by their norms, from which the server learns."""
+
     @classmethod
-    def of_seed(cls, seed: int) -> Settings:
-        """Return the settings that a seed stands for."""
+    def of_seed(cls, seed: int, *, shards: int = 1, guarded: bool = False) -> Settings:
+        """Return the settings that a seed stands for, with as many servers, and with guards or without."""
         dice = random.Random(f"settings {seed}")
         asynchronous = dice.random() < 0.25
         return cls(
@@ -64,6 +72,8 @@ class Settings:
             codec=dice.choice(("fp32", "fp32", "int8")),
             outer_momentum=dice.choice((None, 0.5)),
             save_every=dice.choice((1, 3)),
+            shards=shards,
+            guarded=guarded,
         )
 
     @classmethod
@@ -83,12 +93,28 @@ class Settings:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the values of all rounds follow from the history alone: a lossy codec leaves residuals."""
-        return self.codec == "fp32" and not self.jobs
+        """Whether the values of all rounds are worked out from the history: a lossy codec leaves residuals, and a guard
+        compares a contribution that comes alone with what the others have sent last, whether it counted or not.
+        """
+        return self.codec == "fp32" and not self.jobs and not (self.guarded and self.asynchronous)
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """What the servers are called."""
+        return server_names(self.shards)
 
     def run_config(self) -> dict[str, Any]:
         """Return the run in the server's configuration."""
         found: dict[str, Any] = {"peers": self.peers, "max_norm": 100.0}
+        if self.guarded:
+            # Strict enough to strike often: by what was learned, peers then count or do not.
+            found |= {
+                "skip_anomaly": True,
+                "ewma_relative": True,
+                "ewma_warmup_steps": 5,
+                "ewma_threshold": 1.0,
+                "pseudo_gradnorm_reduce": True,
+            }
         if self.asynchronous:
             found["rounds"] = "asynchronous"
         else:

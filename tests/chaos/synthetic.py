@@ -70,11 +70,14 @@ class Synthetic:
         self._settings, self._zygote = settings, zygote
         self._port = free_port()
         self._server_config = folder / "server.json"
-        config = {"dir": str(folder / "state"), "bind": f"127.0.0.1:{self._port}", "runs": {RUN: settings.run_config()}}
-        self._server_config.write_text(json.dumps(config))
+        addresses = [f"127.0.0.1:{port}" for port in (self._port, *(free_port() for _ in settings.servers[1:]))]
+        where = {"bind": addresses[0]} if settings.shards == 1 else {"shards": addresses}
+        self._server_config.write_text(
+            json.dumps({"dir": str(folder / "state"), **where, "runs": {RUN: settings.run_config()}})
+        )
         self._names = [peer_name(index) for index in range(settings.peers)]
         self.relays = {name: Relay(self._port, settings.seed) for name in self._names}
-        self.strains = {name: Strain(folder / f"{name}.strain") for name in (SERVER, *self._names)}
+        self.strains = {name: Strain(folder / f"{name}.strain") for name in (*settings.servers, *self._names)}
         self._away: set[str] = set()
         self._starts: dict[str, float] = {}
         self._damage: Damage | None = None
@@ -84,30 +87,39 @@ class Synthetic:
     # What actions do.
 
     def start(self, who: str) -> None:
-        """Start the server or a peer."""
+        """Start a server or a peer."""
         self._away.discard(who)
-        if who == SERVER:
-            self.processes[who] = self._forked(who, {"argv": ["server", "start", "--config", str(self._server_config)]})
+        if who in self._settings.servers:
+            shard = self._settings.servers.index(who)
+            argv = ["server", "start", "--config", str(self._server_config)]
+            self.processes[who] = self._forked(who, {"argv": argv + (["--shard", str(shard)] if shard else [])})
         else:
             self.processes[who] = self._started(who)
 
     def kill(self, who: str) -> None:
-        """Kill the server or a peer, which stays away until it is started."""
+        """Kill a server or a peer, which stays away until it is started."""
         self._away.add(who)
         self._starts.pop(who, None)
         self.processes[who].kill()
         self.processes[who].wait()
 
-    def limit_files(self, size: int) -> None:
-        """Let the server's files grow to no more than this many bytes; -1 for no limit."""
-        if self.processes[SERVER].exit_code is None:
-            self.processes[SERVER].limit_files(size)
+    def killed(self, server: str) -> Path:
+        """Kill a server; return where its state is."""
+        self.kill(server)
+        shard = self._settings.servers.index(server)
+        return self.folder / "state" / f"shard-{shard}" / "runs" / RUN if shard else self.state
+
+    def limit_files(self, server: str, size: int) -> None:
+        """Let a server's files grow to no more than this many bytes; -1 for no limit."""
+        if self.processes[server].exit_code is None:
+            self.processes[server].limit_files(size)
 
     def damage(self, struck: Struck, path: Path | None, dice: random.Random) -> None:
-        """Flip a bit of a file of the server, which is away."""
+        """Flip a bit of a file of a server, which is away."""
         if self._damage is not None:
             self._damage.give_up()
-        self._damage = None if path is None else Damage(struck, path, dice)
+        self.tail.look()
+        self._damage = None if path is None else Damage(struck, path, self.tail.newest, dice)
         if path is None:
             struck.outcome = "harmless: there was no such file"
 
@@ -136,7 +148,7 @@ class Synthetic:
             seconds: how long it lasts after all peers have begun, or until the last fault has ended.
             stop: the round after which the peers end by themselves; unless given, one after all that.
         """
-        for who in (SERVER, *self._names):
+        for who in (*self._settings.servers, *self._names):
             self.start(who)
         if not self._until(self._all_have_begun, "all peers' first interval"):
             return
@@ -205,12 +217,12 @@ class Synthetic:
     def _ended(self, who: str, process: Process) -> None:
         """Take note of a process that has ended by itself."""
         said = (process.output.strip().splitlines() or [""])[-1]
-        if who != SERVER:
+        if who not in self._settings.servers:
             gave_up = [line for line in self._written(who) if line["event"] == "gave up"]
             said = gave_up[-1]["message"] if gave_up and process.exit_code == 2 else said
         now = time.monotonic()
         assert process.exit_code is not None
-        if who == SERVER and self._damage is not None and self._damage.was_refused(process.output):
+        if self._is_damaged(who) and self._damage.was_refused(process.output):
             self._damage.repair(self._zygote, self.folder)
             self.tail.look_again()
             self._damage = None
@@ -218,17 +230,21 @@ class Synthetic:
             self.history.ends.append(End(who=who, at=now, code=process.exit_code, said=said))
         self._starts[who] = now + _AGAIN
 
+    def _is_damaged(self, server: str) -> bool:
+        """Return whether a file of a server is."""
+        return self._damage is not None and self._damage.struck.fault.target == server
+
     def _look_after_damage(self) -> None:
         damage = self._damage
-        if damage is None or SERVER in self._away:
+        if damage is None or (server := damage.struck.fault.target) in self._away:
             return
         told = [end.said for end in self.history.ends if end.at > damage.struck.begun]
-        if damage.is_noticed(self.processes[SERVER].output, told):
-            self.kill(SERVER)
+        if damage.is_noticed(self.processes[server].output, told):
+            self.kill(server)
             damage.repair(self._zygote, self.folder)
             self.tail.look_again()
             self._damage = None
-            self.start(SERVER)
+            self.start(server)
         elif self.tail.newest > damage.newest + 2:
             damage.is_over()
             self._damage = None

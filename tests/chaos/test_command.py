@@ -33,12 +33,15 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "chaos.md"
         (["--seed", "-1"], "--seed is -1; give 0 to 2^63 - 1"),
         (["--seeds", "1", str(1 << 63)], f"--seed is {1 << 63}; give 0 to 2^63 - 1"),
         (["--seed", "1", "--shrink", "-2"], "--shrink is -2; give 0 to 1000"),
+        (["--seed", "1", "--shards", "3"], "--shards is 3; give 1 to 2: the model has as many tensors"),
+        (["--seed", "1", "--jobs", "--shards", "2"], "--shards 2 is for synthetic peers; drop it, or --jobs"),
+        (["--seed", "1", "--jobs", "--guards"], "--guards is for synthetic peers; drop it, or --jobs"),
         (["--seed", "1", "--faults-per-hour", "1e9"], "--faults-per-hour is 1e+09; give 36000"),
         (["--seed", "1", "--minutes", "1e300"], "--minutes is 1e+300; give 10080 (a week) or less"),
     ],
     ids=[
         *("no minutes", "minutes below 0", "faults", "schedule", "full dir", "no dir", "file", "below 0", "seed"),
-        *("shrink", "too many faults", "too long"),
+        *("shrink", "shards", "shards of jobs", "guards of jobs", "too many faults", "too long"),
     ],
 )
 @pytest.mark.usefixtures("made")

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_ext.errors import UserError
-from tests.chaos.schedule import KINDS, Fault, draw, read_schedule, shrink, write_schedule
+from tests.chaos.schedule import KINDS, Fault, draw, read_schedule, server_names, shrink, write_schedule
 from tests.chaos.settings import Settings
 
 PEERS = ("p0", "p1", "p2")
@@ -23,6 +23,13 @@ def test_a_seed_is_a_schedule_and_settings_and_another_seed_others():
     assert first != draw(6, seconds=600, faults_per_hour=600, peers=PEERS)
     assert Settings.of_seed(5) == Settings.of_seed(5)
     assert {fault.kind for fault in draw(5, seconds=36_000, faults_per_hour=600, peers=PEERS)} == set(KINDS)
+
+
+def test_each_of_two_servers_is_struck_and_only_the_first_has_a_journal():
+    faults = draw(5, seconds=36_000, faults_per_hour=600, peers=PEERS, servers=server_names(2))
+    struck = {kind: {fault.target for fault in faults if fault.kind == kind} for kind in KINDS}
+    assert struck["server killed"] == struck["bit flip in the snapshot"] == {"server", "shard1"}
+    assert struck["bit flip in the journal"] == {"server"}
 
 
 @given(seed=st.integers(0, 10_000))

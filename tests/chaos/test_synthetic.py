@@ -20,15 +20,21 @@ from tests.chaos.synthetic import run_synthetic
 from tests.chaos.task import Task
 from tests.sync_service.service import Zygote
 
-QUICK_SEEDS = (68, 919)
-"""Rounds of all together in int8, and asynchronous ones in fp32; 14 of the 16 kinds of faults."""
+QUICK = {
+    "all together in int8": Settings.of_seed(68),
+    "asynchronous in fp32": Settings.of_seed(919),
+    "two servers and guards": Settings.of_seed(402, shards=2, guarded=True),
+}
+"""14 of the 16 kinds of faults."""
 SEEDS = range(100, 110)
 
 
-@pytest.mark.parametrize("seed", QUICK_SEEDS)
-def test_promises_hold_under_a_dozen_faults(zygote: Zygote, tmp_path: Path, seed: int):
-    settings = dataclasses.replace(Settings.of_seed(seed), step_seconds=0.02)
-    faults = draw(seed, seconds=12, faults_per_hour=3600, peers=("p0", "p1", "p2"))
+@pytest.mark.parametrize("kind", QUICK)
+def test_promises_hold_under_a_dozen_faults(zygote: Zygote, tmp_path: Path, kind: str):
+    settings = dataclasses.replace(QUICK[kind], step_seconds=0.02)
+    faults = draw(
+        settings.seed, seconds=12, faults_per_hour=3600, peers=("p0", "p1", "p2"), servers=settings.servers
+    )
     history = run_synthetic(settings, faults, seconds=12, folder=tmp_path, zygote=zygote)
     found = figures(history)
     assert len(history.struck) >= len(faults) > 5
@@ -37,9 +43,11 @@ def test_promises_hold_under_a_dozen_faults(zygote: Zygote, tmp_path: Path, seed
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-def test_promises_hold_for_two_minutes(zygote: Zygote, tmp_path: Path, seed: int):
-    faults = draw(seed, seconds=120, faults_per_hour=600, peers=("p0", "p1", "p2"))
-    history = run_synthetic(Settings.of_seed(seed), faults, seconds=120, folder=tmp_path, zygote=zygote)
+@pytest.mark.parametrize(("shards", "guarded"), [(1, False), (1, True), (2, False)])
+def test_promises_hold_for_two_minutes(zygote: Zygote, tmp_path: Path, seed: int, shards: int, guarded: bool):
+    settings = Settings.of_seed(seed, shards=shards, guarded=guarded)
+    faults = draw(seed, seconds=120, faults_per_hour=600, peers=("p0", "p1", "p2"), servers=settings.servers)
+    history = run_synthetic(settings, faults, seconds=120, folder=tmp_path, zygote=zygote)
     found = figures(history)
     assert not found["violations"], as_table(found)
 
