@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -54,6 +55,8 @@ from megatron_ext.sync_service.values.reduction import DamagedContribution
 
 __all__ = ["ShardRun"]
 
+log = logging.getLogger(__name__)
+
 WORD_SECONDS = 5.0
 """How long a call waits for the first server's word."""
 
@@ -94,6 +97,8 @@ class ShardRun:
         self._tickets = 0
         self._word = _NOTHING
         self._heard = 0
+        self._refused = ""
+        """Why the first server's last word was refused; empty where it was not."""
         self._draining = Draining()
 
     # -----------------------------------------------------------------------------------------------------------
@@ -196,6 +201,18 @@ class ShardRun:
         raise Refusal("invalid", "nothing is asked for that a shard does; install the same release everywhere")
 
     def _follow(self, word: Word) -> Any:
+        try:
+            followed = self._followed(word)
+        except Refusal as refusal:
+            # The first server asks every second, and has it in its log; here it is where an operator looks as well.
+            if str(refusal) != self._refused:
+                log.error("run %s: cannot follow the first server: %s", self.name, refusal)
+            self._refused = str(refusal)
+            raise
+        self._refused = ""
+        return followed
+
+    def _followed(self, word: Word) -> Any:
         self._check(word)
         with self.changes:
             wants_catalog = bool(word.id) and not self._shard.is_open and word.catalog is None

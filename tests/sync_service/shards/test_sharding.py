@@ -313,6 +313,19 @@ def test_a_shard_takes_what_was_used_or_has_become_too_old_no_second_time(tmp_pa
     shard.upload("q", "b", 2)
 
 
+def test_a_shard_that_cannot_follow_says_so_in_its_own_log_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    shard = Shard1(tmp_path)
+    for _ in range(2):
+        with pytest.raises(Refusal):
+            shard.follow(open_round=3)
+    (said,) = [line.getMessage() for line in caplog.records]
+    assert said.startswith("run demo: cannot follow the first server: its folder lacks values of run 'demo'")
+    shard.follow()
+    with pytest.raises(Refusal):
+        shard.follow(open_round=3)
+    assert len(caplog.records) == 2
+
+
 def test_a_shard_follows_its_own_run_alone(tmp_path: Path):
     with pytest.raises(Refusal, match="run 'demo': outer_optimizer is 'sgd' there, and 'none' at the first server"):
         Shard1(tmp_path, outer_optimizer="sgd").follow(config=asdict(RunConfig(peers=2)))
