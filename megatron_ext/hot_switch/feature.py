@@ -46,7 +46,6 @@ from megatron_ext.seams import (
     training,
 )
 from megatron_ext.seams.arguments import add_config_group, say
-from megatron_ext.seams.optimizer_format import refuse_bound_format
 
 __all__ = ["HotSwitchFeature"]
 
@@ -116,9 +115,8 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
 
     @on(CheckpointRead)
     def on_checkpoint_read(self, context: CheckpointRead) -> None:
-        """Refuse a checkpoint whose optimizer state is bound to another home, or from which losses would be others."""
+        """Refuse a checkpoint from which losses would be others."""
         if context.common_only:
-            refuse_bound_format(context)
             if self._strategies is not None:
                 refuse_other_vocabulary(context, [strategy.tp for strategy in self._strategies.strategies])
             self._order_changes = order_changes(context)

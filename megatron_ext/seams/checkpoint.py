@@ -25,7 +25,7 @@ from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
 from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero, take_steps
-from megatron_ext.seams.optimizer_format import other_schedule, refuse_other_optimizer
+from megatron_ext.seams.optimizer_format import other_schedule, refuse_bound_format, refuse_other_optimizer
 
 __all__ = ["load_patches", "patches", "repairs"]
 
@@ -245,6 +245,9 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
         except UserError:
             raise
         except (Exception, CheckpointException) as error:  # reading damaged files raises anything
+            missing = _missing(given["load_dir"], given["args"])
+            if missing is not None:
+                raise UserError(missing) from error
             cannot = f"--load {given['load_dir']}: the checkpoint cannot be read"
             damaged = _damaged(given["load_dir"], given["args"])
             if damaged is not None:
@@ -268,6 +271,7 @@ def _wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
             )
             if read.common_only:
                 refuse_other_optimizer(read)
+                refuse_bound_format(read)
             hooks.fire(read)
             hooks.load_state(read)
         return result
@@ -311,6 +315,17 @@ def _require_own_keys(original: Callable[..., Any]) -> Callable[..., Any]:
 def _wrap_load_shards(original: Callable[..., Any]) -> Callable[..., Any]:
     wrapped: Callable[..., Any] = torch.no_grad()(original)
     return wrapped
+
+
+def _missing(directory: str | None, args: Any) -> str | None:
+    """Return in words that the iteration of `--ckpt-step` is not there; None where it is, or none was given."""
+    if directory is None or directory != args.load or args.ckpt_step is None:
+        return None
+    there = sorted(int(path.name.removeprefix("iter_")) for path in Path(directory).glob("iter_" + "[0-9]" * 7))
+    if args.ckpt_step in there:
+        return None
+    which = f"it has {', '.join(map(str, there))}" if there else "it has none"
+    return f"--ckpt-step {args.ckpt_step}: {directory} has no such iteration; {which}"
 
 
 def _damaged(directory: str | None, args: Any) -> str | None:

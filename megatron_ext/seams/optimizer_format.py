@@ -60,17 +60,40 @@ def refuse_other_optimizer(context: CheckpointRead) -> None:
     Raises:
         UserError: naming both kinds and the way out. Megatron itself would name a tensor that is not there.
     """
-    saved, args = context.state.get("args"), context.args
-    if saved is None or context.release or args.no_load_optim or args.finetune or saved.no_save_optim:
+    saved, args = _saved_by(context), context.args
+    if saved is None:
         return
     before, now = _kind_of(saved), _kind_of(args)
+    if before == now and _begins_to_shard(context, saved):
+        before, now = f"{before} without --use-distributed-optimizer", f"{now} --use-distributed-optimizer"
     if before != now:
-        # In mid-interval every worker has weights of its own, which go with the optimizer's state alone.
-        when = ", of a checkpoint from a sync point" if getattr(args, "use_local_sgd", False) else ""
         raise UserError(
             f"--load {context.directory}: saved with {before}, this run has {now}, which cannot take its state. Give "
-            f"what it was saved with, or take the weights alone with --no-load-optim{when}"
+            f"what it was saved with, or take the weights alone with {_weights_alone(args)}"
         )
+
+
+def _weights_alone(args: Any) -> str:
+    """Return the option that takes no optimizer's state, and when it can be given."""
+    # In mid-interval every worker has weights of its own, which go with the optimizer's state alone.
+    return "--no-load-optim" + (", of a checkpoint from a sync point" if getattr(args, "use_local_sgd", False) else "")
+
+
+def _saved_by(context: LoadContext) -> Any:
+    """Return the arguments of the run that saved an optimizer's state; None where none is there or wanted."""
+    saved, args = context.state.get("args"), context.args
+    if saved is None or context.release or args.no_load_optim or args.finetune or saved.no_save_optim:
+        return None
+    return saved
+
+
+def _begins_to_shard(context: LoadContext, saved: Any) -> bool:
+    """Return whether the distributed optimizer is asked to take a state that was saved without it.
+
+    Megatron 0.19 fails on the form that it then reads. The other way round the form of what was saved decides.
+    """
+    begins = context.args.use_distributed_optimizer and not saved.use_distributed_optimizer
+    return bool(begins and not context.is_legacy)
 
 
 def _kind_of(args: Any) -> str:
@@ -92,8 +115,8 @@ def refuse_bound_format(context: LoadContext) -> None:
     Raises:
         UserError: naming the option and the ways out. Megatron itself would name none that helps.
     """
-    saved, args = context.state.get("args"), context.args
-    if saved is None or args.no_load_optim or args.finetune:
+    saved, args = _saved_by(context), context.args
+    if saved is None:
         return
     # Experts that are spread over ranks have an optimizer of their own, and Megatron reads two states or one.
     if args.num_experts and (saved.expert_model_parallel_size > 1) != (args.expert_model_parallel_size > 1):
@@ -101,7 +124,7 @@ def refuse_bound_format(context: LoadContext) -> None:
             f"--load {context.directory}: saved with --expert-model-parallel-size {saved.expert_model_parallel_size}, "
             f"this run has {args.expert_model_parallel_size}, and with 1 experts share the optimizer of the rest, so "
             "that its state has another form. Resume with 1 on both sides or on neither, or start the optimizers fresh "
-            "with --no-load-optim"
+            f"with {_weights_alone(args)}"
         )
     if _form_of(context) != "dp_reshardable":
         return
@@ -111,7 +134,7 @@ def refuse_bound_format(context: LoadContext) -> None:
             raise UserError(
                 f"--load {context.directory}: saved with {flag} {before}, this run has {now}, and the optimizer state "
                 "is in a format that is bound to that. Resume with the options it was saved with and save with "
-                "--dist-ckpt-optim-fully-reshardable, or start the optimizers fresh with --no-load-optim"
+                f"--dist-ckpt-optim-fully-reshardable, or start the optimizers fresh with {_weights_alone(args)}"
             )
 
 

@@ -21,7 +21,6 @@ from megatron_ext.outer.reducer_config import GTAConfig
 from megatron_ext.params import ParameterView
 from megatron_ext.params.gpt import OUTPUT_WEIGHT, WORD_EMBEDDING
 from megatron_ext.phrases import plural
-from megatron_ext.seams.optimizer_format import refuse_bound_format
 
 __all__ = ["SUMMARY", "LoadPlan", "fresh_like", "plan_load", "refuse_without_workers", "shapes_of", "summary_of"]
 
@@ -181,7 +180,6 @@ def plan_load(context: LoadContext, workers: int, worker: int) -> LoadPlan:
                 f"{where}: saved after warm-up had ended, and --local-sgd-warmup-steps {args.local_sgd_warmup_steps} "
                 f"lies beyond {said} {place}; give the value of the run that saved it, or that iteration"
             )
-    refuse_bound_format(context)
     return plan
 
 
