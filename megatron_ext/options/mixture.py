@@ -278,6 +278,11 @@ MIXTURE = (
         sync_service=PEER_ON_A_GPU,
         peers_share="moe_shared_expert_glu_interleave_size",
     ),
+    row(
+        "--moe-router-topk above --num-experts",
+        lambda args: bool(args.num_experts and args.moe_router_topk > args.num_experts),
+        **everywhere(refused("Megatron's first step fails", "give at most the number of experts")),
+    ),
     *(
         row(
             f"--moe-{name}",

@@ -17,7 +17,7 @@ from megatron_ext.options.common_verdicts import (
     WORKERS,
     WORKERS_BOOKKEEPING,
 )
-from megatron_ext.options.row import given, row
+from megatron_ext.options.row import everywhere, given, row
 from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["RECORDING"]
@@ -32,6 +32,26 @@ RECORDING = (
         hot_switch=refused("it would see the logits of home's rows only"),
         sync_service=PEER_ON_A_GPU,
         in_config=("transformer.log_max_attention_logit",),
+    ),
+    row(
+        "--log-interval 0",
+        lambda args: args.log_interval == 0,
+        **everywhere(
+            refused(
+                "Megatron divides by it after the first step, and fails",
+                "give the number of iterations from one line of the log to the next",
+            )
+        ),
+    ),
+    row(
+        "--eval-interval 0, or none",
+        lambda args: not (args.eval_interval or args.full_validation or args.skip_train),
+        **everywhere(
+            refused(
+                "Megatron divides by it where it counts the samples of evaluations, and fails, with --eval-iters 0 too",
+                "give a number of iterations",
+            )
+        ),
     ),
     row(
         "--log-straggler",

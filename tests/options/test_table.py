@@ -305,6 +305,9 @@ DOUBTFUL = [
     "--moe-router-load-balancing-type sinkhorn --num-experts 4 --disable-bias-linear",
     "--moe-expert-capacity-factor 1",
     "--num-experts 4 --transformer-impl local",
+    "--moe-router-topk 9 --num-experts 4 --disable-bias-linear",
+    "--log-interval 0",
+    "--eval-interval 0",
     "--heterogeneous-layers-config-path layers.json",
     "--heterogeneous-layers-config-encoded-json {}",
     "--num-experts 4 --tensor-model-parallel-size 2",
@@ -360,6 +363,10 @@ PLAIN = [
 ]
 
 
+_EVALUATION = ("--eval-interval", "100")
+"""Without which Megatron fails, whatever else is asked for."""
+
+
 def said_of(lines):
     """For each command line: the options of all rows that it asks for, and the refusals of each feature."""
     import argparse
@@ -377,7 +384,7 @@ def said_of(lines):
         asked, said = {}, {}
         data = [] if line.startswith(("--data-path", "--data-args-path")) else ["--mock-data"]
         for feature in FEATURES:
-            args = (on_cpu if feature == "cpu" else on_gpu).parse_args([*line.split(), *data])
+            args = (on_cpu if feature == "cpu" else on_gpu).parse_args([*_EVALUATION, *line.split(), *data])
             asked[feature] = {row.option for row in ROWS if row.is_in(args) and row.asked(args)}
             said[feature] = refusals(args, feature)
         results.append((asked, said))
