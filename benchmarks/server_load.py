@@ -35,7 +35,7 @@ from benchmarks.process_use import process_peak, processor_seconds, thread_count
 from benchmarks.server_process import Server, server_of
 from benchmarks.synthetic_peers import SyntheticPeers
 from megatron_ext.cli.ending import ended_by_sigterm
-from megatron_ext.sync_service.rounds.config import MOST_PEERS
+from megatron_ext.sync_service.rounds.members import MOST_PEERS
 from tests.support.ports import free_ports
 
 

@@ -16,6 +16,7 @@ from megatron_ext.hot_switch.data.conversations import conversation_problems
 from megatron_ext.hot_switch.data.corpora import check_corpora, training_corpora
 from megatron_ext.hot_switch.model_config import circumstance_of
 from megatron_ext.hot_switch.model_shape import shape_of
+from megatron_ext.hot_switch.planning.plan import MOST_GPUS_PER_NODE
 from megatron_ext.hot_switch.planning.senders import ALGORITHMS
 from megatron_ext.hot_switch.strategies.guest_experts import experts_fit, experts_of_guest
 from megatron_ext.hot_switch.strategies.pipeline_stages import stage_flags, stages_of_guest, stages_of_home
@@ -27,6 +28,9 @@ from megatron_ext.options import refusals
 from megatron_ext.params import ParamsError
 
 __all__ = ["adjust_arguments", "argument_problems", "strategies_of", "take_home"]
+
+_MOST_BYTES = 1 << 40
+"""Of what is sent at once: a terabyte, more than any memory of a GPU."""
 
 
 def argument_problems(args: Any, feature: str) -> list[str]:
@@ -47,15 +51,17 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         ]
     problems = _list_problems(args, config)
     per_node = config.hot_switch_gpus_per_node
-    if per_node < 1:
-        problems.append(f"--hot-switch-gpus-per-node is {per_node}; it must be at least 1")
+    if not 1 <= per_node <= MOST_GPUS_PER_NODE:
+        problems.append(f"--hot-switch-gpus-per-node is {per_node}; it must be 1 to {MOST_GPUS_PER_NODE}")
     elif _ranks(args) > per_node and _ranks(args) % per_node:
         problems.append(
             f"--hot-switch-gpus-per-node is {per_node}, but {_ranks(args)} ranks do not fill such nodes; set it to "
             "the number of ranks that share a node"
         )
-    if config.hot_switch_direct_bytes is not None and config.hot_switch_direct_bytes < 0:
-        problems.append(f"--hot-switch-direct-bytes is {config.hot_switch_direct_bytes}; it must be 0 or more")
+    if config.hot_switch_direct_bytes is not None and not 0 <= config.hot_switch_direct_bytes <= _MOST_BYTES:
+        problems.append(
+            f"--hot-switch-direct-bytes is {config.hot_switch_direct_bytes}; it must be 0 to {_MOST_BYTES}"
+        )
     if config.hot_switch_algorithm not in ALGORITHMS:
         problems.append(
             f"--hot-switch-algorithm {config.hot_switch_algorithm} is not known; use one of {', '.join(ALGORITHMS)}"

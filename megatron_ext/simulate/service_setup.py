@@ -78,7 +78,8 @@ class ServiceSetup:
 
     def _field_problems(self) -> list[str]:
         """Return what cannot be, whatever the others are."""
-        found = self.peers.problems() + self.server.problems() + self.training.problems() + self.service.problems()
+        of_a_peer = [problem.replace("--sync-service-peers", "--peers") for problem in self.service.problems()]
+        found = self.peers.problems() + self.server.problems() + self.training.problems() + of_a_peer
         return found or (["--round-work is of workers inside a job; drop it"] if self.training.round_work else [])
 
     def _shard_problems(self) -> list[str]:

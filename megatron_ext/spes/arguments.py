@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from megatron_ext.config_options import WITHOUT_FLAG, argument_of
+from megatron_ext.config_options import WITHOUT_FLAG, argument_of, flag_of, in_option_names
 from megatron_ext.errors import UserError
 from megatron_ext.options import asks_to_switch, refusals
 from megatron_ext.spes.config import SpesConfig
@@ -24,6 +24,17 @@ _SYNC_SERVICE = {
 """Which argument of the sync service a key of `spes_config` stands for."""
 
 
+_FLAGS = {entry.name: flag_of(entry) for entry in fields(SpesConfig) if not entry.metadata.get(WITHOUT_FLAG)}
+"""What the keys of the file are called on the command line."""
+
+
+def _read_file(path: str) -> SpesConfig:
+    try:
+        return read_spes_config(Path(path))
+    except UserError as error:
+        raise UserError(f"--spes-config {error}") from error
+
+
 def names_of_arguments() -> dict[str, str]:
     """Return which key of the file stands for an argument that has a flag, by the argument's name."""
     return {argument_of(entry): entry.name for entry in fields(SpesConfig) if not entry.metadata.get(WITHOUT_FLAG)}
@@ -38,7 +49,7 @@ def complete_arguments(args: Any) -> None:
     Raises:
         UserError: the file cannot be used.
     """
-    config = SpesConfig() if args.spes_config is None else read_spes_config(Path(args.spes_config))
+    config = SpesConfig() if args.spes_config is None else _read_file(args.spes_config)
     for name, key in names_of_arguments().items():
         if getattr(args, name) is None:
             setattr(args, name, getattr(config, key))
@@ -80,7 +91,7 @@ def argument_problems(args: Any) -> list[str]:
         args: Megatron's argument namespace, completed.
     """
     config = SpesConfig.from_args(args)
-    problems = config.problems()
+    problems = [in_option_names(problem, (), _FLAGS) for problem in config.problems()]
     if not config.using_spes:
         if args.spes_config is not None:
             problems.append(f"--spes-config {args.spes_config} does not say using_spes: true; say it, or drop the file")
@@ -107,7 +118,7 @@ def argument_problems(args: Any) -> list[str]:
     try:
         ownership = ownership_of(args)
     except UserError as error:
-        return [str(error)]
+        return [in_option_names(str(error), (), _FLAGS)]
     assert ownership is not None
     return frozen_problems(args, ownership)
 

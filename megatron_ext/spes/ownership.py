@@ -169,8 +169,8 @@ def _shares(peers: int, experts: int, shares: Sequence[int] | None) -> list[int]
         raise UserError(f"experts_per_peer has {len(shares)} numbers; give one for each of the {peers} peers")
     if min(shares) < 1 or sum(shares) != experts:
         raise UserError(
-            f"experts_per_peer is {_text(shares)}, {sum(shares)} in all; give numbers of 1 or more that add up to the "
-            f"{experts} experts of a layer"
+            f"experts_per_peer is {_text(shares)}, which makes {sum(shares)}; give numbers of 1 or more that add "
+            f"up to the {experts} experts of a layer"
         )
     return list(shares)
 

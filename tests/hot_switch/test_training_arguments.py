@@ -179,7 +179,7 @@ CASES = {
             hot_switch_direct_bytes=-1,
         ),
         [
-            "--hot-switch-direct-bytes is -1; it must be 0 or more",
+            "--hot-switch-direct-bytes is -1; it must be 0 to 1099511627776",
             *("-algorithm best is not known", "-gpus-per-node is 0", "-attention all is not known"),
         ],
     ),

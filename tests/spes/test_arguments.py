@@ -98,6 +98,11 @@ def test_the_file_gives_the_options_of_the_sync_service(file: str):
     assert ownership_of(args).owners == ((0,), (1,), (0,), (1,))
 
 
+def test_a_file_that_is_not_there_is_named_with_its_flag():
+    with pytest.raises(UserError, match=r"^--spes-config /no/spes.yaml: cannot be read: No such file or directory$"):
+        completed(spes_config="/no/spes.yaml")
+
+
 def test_the_command_line_replaces_what_the_file_says(file: str):
     args = completed(spes_config=file, sync_service_index=1, sync_service_interval=7, sync_service_run="big")
     assert argument_problems(args) == []
@@ -126,8 +131,9 @@ def test_without_spes_nothing_is_completed():
         ({"sync_service": None}, "--using-spes needs --sync-service HOST:PORT (server_addr)"),
         ({"sync_service_index": None}, "--using-spes needs --sync-service-index (peer_id)"),
         ({"num_experts": None}, "--using-spes needs a mixture of experts"),
-        ({"num_experts": 6}, "num_train_experts_per_node is 2, which with 2 peers makes 4 experts"),
-        ({"using_spes": False}, "num_train_experts_per_node has no effect without using_spes"),
+        ({"num_experts": 6}, "--spes-num-train-experts-per-node is 2, which with 2 peers makes 4 experts"),
+        ({"using_spes": False}, "--spes-num-train-experts-per-node has no effect without --using-spes; add it"),
+        ({"spes_num_train_experts_per_node": None}, "nothing says who owns which experts; give one of --spes-num"),
         *(
             ({"moe_grouped_gemm": True, **options}, f"--moe-grouped-gemm with frozen experts does not go with {name}")
             for options, name in GROUPED_REFUSED

@@ -55,7 +55,7 @@ def test_experts_with_several_owners_and_shared_tensors_are_told_apart():
             lambda: Ownership.contiguous(3, 16),
             "16 experts cannot be shared out evenly to 3 peers; say in experts_per_peer",
         ),
-        (lambda: Ownership.contiguous(2, 4, [1, 2]), "experts_per_peer is 1, 2, 3 in all; .* add up to the 4 experts"),
+        (lambda: Ownership.contiguous(2, 4, [1, 2]), "experts_per_peer is 1, 2, which makes 3; .* up to the 4 experts"),
         (lambda: Ownership.interleaved(2, 4, [4, 0]), "experts_per_peer is 4, 0, .* numbers of 1 or more"),
         (lambda: Ownership.contiguous(2, 4, [4]), "experts_per_peer has 1 numbers; give one for each of the 2 peers"),
         (lambda: Ownership.of_map(2, 3, [[0], [1]]), "expert_owners: expert 2 is missing; name the experts 0 to 2"),

@@ -22,7 +22,9 @@ from megatron_ext.hot_switch.planning.senders import ALGORITHMS
 from megatron_ext.params import GlobalTensor, GptShape, Layout, Overlap, Placement, Slice, flat_offset, overlaps
 from megatron_ext.params.boxes import cut, slice_of, whole
 
-__all__ = ["Move", "PlannedTensor", "Stay", "SwitchPlan", "plan_switch"]
+__all__ = ["MOST_GPUS_PER_NODE", "Move", "PlannedTensor", "Stay", "SwitchPlan", "plan_switch"]
+
+MOST_GPUS_PER_NODE = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,6 +294,8 @@ def check_nodes(ranks: int, gpus_per_node: int, option: str = "--gpus-per-node")
     Raises:
         UserError: they do not.
     """
+    if gpus_per_node > MOST_GPUS_PER_NODE:
+        raise UserError(f"{option} is {gpus_per_node}; it must be 1 to {MOST_GPUS_PER_NODE}")
     if gpus_per_node < 1 or (ranks > gpus_per_node and ranks % gpus_per_node):
         raise UserError(
             f"{ranks} ranks do not fill nodes of {gpus_per_node} GPUs; set {option} to a divisor of {ranks}"

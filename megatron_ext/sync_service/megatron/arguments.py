@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from megatron_ext.config_options import FromArgs, one_of
+from megatron_ext.config_options import FromArgs, in_option_names, one_of
 from megatron_ext.errors import UserError
 from megatron_ext.extras import pip_install_extra
 from megatron_ext.local_sgd.streaming import StreamingConfig
@@ -15,7 +15,6 @@ from megatron_ext.options import refusals
 from megatron_ext.outer.codecs.all_codecs import CODECS, EXACT_CODEC
 from megatron_ext.outer.places import Where, place_problems
 from megatron_ext.outer.reducer_config import GTAConfig
-from megatron_ext.phrases import as_option
 from megatron_ext.sync_service.channel.address import is_loopback, split_address
 from megatron_ext.sync_service.protocol.durations import (
     HEARTBEAT_SECONDS,
@@ -24,11 +23,26 @@ from megatron_ext.sync_service.protocol.durations import (
     can_be_waited,
 )
 from megatron_ext.sync_service.protocol.names import NAME
+from megatron_ext.sync_service.rounds.members import MOST_PEERS
 
 if TYPE_CHECKING:
     from megatron_ext.sync_service.channel.connection import ConnectionConfig
 
 __all__ = ["SyncServiceConfig", "argument_problems", "connection_of", "file_problems", "interval_of", "notices"]
+
+_MOST_STEPS = 1_000_000_000
+"""Of an interval: what has more digits is a slip, which would be the run's for good."""
+
+_MOST_STREAMS = 1024
+
+_CONNECTION = {
+    "server": "--sync-service",
+    **{
+        name: "--sync-service-" + name.replace("_", "-")
+        for name in ("token_file", "tls_ca", "tls_cert", "tls_key", "patience_seconds")
+    },
+}
+"""What the fields of a connection are called here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +130,7 @@ class SyncServiceConfig(FromArgs):
             )
         address = split_address(self.sync_service)
         if address is None:
-            found.append(f"--sync-service is {self.sync_service!r}; give HOST:PORT")
+            found.append(f"--sync-service is {self.sync_service!r}; give HOST:PORT, with a port of 1 to 65535")
         elif self.sync_service_tls_ca is None and not is_loopback(address[0]) and not self.sync_service_insecure:
             found.append(
                 f"--sync-service {self.sync_service} is on another machine, and without --sync-service-tls-ca "
@@ -126,10 +140,14 @@ class SyncServiceConfig(FromArgs):
             name = self.by_flag()[flag]
             if name is not None and not NAME.fullmatch(name):
                 found.append(f"{flag} is {name!r}; use up to 64 letters, digits, '.', '_' and '-'")
-        for flag in ("--sync-service-peers", "--sync-service-interval", "--sync-service-streams"):
+        for flag, most in (
+            ("--sync-service-peers", MOST_PEERS),
+            ("--sync-service-interval", _MOST_STEPS),
+            ("--sync-service-streams", _MOST_STREAMS),
+        ):
             number = self.by_flag()[flag]
-            if number is not None and number < 1:
-                found.append(f"{flag} is {number}; it must be 1 or more")
+            if number is not None and not 1 <= number <= most:
+                found.append(f"{flag} is {number}; it must be 1 to {most}")
         if self.sync_service_index is not None and not 0 <= self.sync_service_index < (self.sync_service_peers or 1):
             found.append(
                 f"--sync-service-index is {self.sync_service_index}; it must be 0 to --sync-service-peers minus 1"
@@ -227,9 +245,8 @@ def file_problems(config: SyncServiceConfig) -> list[str]:
     try:
         Connection(connection_of(config)).check_files()
     except UserError as error:
-        field, _, rest = str(error).partition(" ")
-        is_ours = f"sync_service_{field}" in SyncServiceConfig.__dataclass_fields__
-        return [f"{as_option(f'sync_service_{field}')} {rest}" if is_ours else f"--sync-service: {error}"]
+        said = in_option_names(str(error), (), _CONNECTION)
+        return [said if said != str(error) else f"--sync-service: {error}"]
     return []
 
 

@@ -18,12 +18,9 @@ from megatron_ext.spes import MergeConfig
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.protocol.durations import LONGEST_SECONDS, can_be_waited
 from megatron_ext.sync_service.protocol.limits import Limits
-from megatron_ext.sync_service.rounds.members import Policy
+from megatron_ext.sync_service.rounds.members import MOST_PEERS, Policy
 
-__all__ = ["MOST_PEERS", "RunConfig"]
-
-MOST_PEERS = 4096
-"""That a run may have."""
+__all__ = ["RunConfig"]
 
 _PENALTY = (
     "skip_anomaly",

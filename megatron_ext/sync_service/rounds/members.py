@@ -8,7 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Admission", "GoneFrom", "Member", "Policy", "RoundResult", "never"]
+__all__ = ["MOST_PEERS", "Admission", "GoneFrom", "Member", "Policy", "RoundResult", "never"]
+
+MOST_PEERS = 4096
+"""That a run may have."""
 
 GoneFrom = Callable[[str], float]
 """Returns until when a peer counts as alive should its process say nothing more, on the clock of the caller."""

@@ -20,6 +20,8 @@ SHARED = {row.option: row.peers_share for row in ROWS if isinstance(row.peers_sh
 OPTIONS: dict[str, Any] = {
     **dict.fromkeys(SHARED.values()),
     "experimental_attention_variant": None,
+    "hybrid_layer_pattern": None,
+    "hybrid_override_pattern": None,
     "sync_service_interval": 4,
     "sync_service_interval_seconds": None,
     "seed": 1234,
