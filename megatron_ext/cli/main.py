@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +28,10 @@ from megatron_ext.version import __version__
 __all__ = ["main", "make_parser"]
 
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_STANDARD_OUTPUT = 1
+
+
 def make_parser() -> CommandParser:
     """Return the parser of all subcommands."""
     parser = CommandParser(prog="megatron-ext", description="Tools of megatron_ext.")
@@ -37,15 +43,24 @@ def make_parser() -> CommandParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 2 for bad input, 130 after Ctrl-C."""
+    """Run the command and return its exit code: 2 for bad input or an output that is full, 130 after Ctrl-C."""
     options = make_parser().parse_args(argv)
     try:
-        return int(options.func(options))
+        status = int(options.func(options))
+        sys.stdout.flush()
+        return status
     except UserError as error:
         print(f"megatron-ext: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 1
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        print(f"megatron-ext: error: the output cannot be written: {error.strerror}; make room there", file=sys.stderr)
+        # What is left would be written at the end of the process once more, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _STANDARD_OUTPUT)
+        return 2
     except KeyboardInterrupt:
         print("megatron-ext: interrupted", file=sys.stderr)
         return 130

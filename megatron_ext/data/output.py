@@ -60,6 +60,8 @@ def check_prefix(given: str) -> Path:
     name = os.path.basename(given)
     # Megatron itself makes a folder PREFIX/cache for its index files: that one is not a mistake.
     is_folder = prefix.is_dir() and any(entry.name != "cache" for entry in prefix.iterdir())
+    if not given:
+        raise UserError("--output-prefix is empty; give a name, such as corpus")
     if name in ("", ".", "..") or is_folder:
         raise UserError(
             f"--output-prefix {given}: names a folder; add a name, as in {given.rstrip('/')}/corpus"

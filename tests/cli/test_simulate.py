@@ -224,6 +224,7 @@ def test_bad_input_of_peers_is_one_line(words: list[str], said: str, capsys: pyt
         (["--sweep", "bandwidth"], "write NAME=V1,V2"),
         (["--sweep", "bandwidth=1:0:3"], "must be above 0"),
         (["--sweep", "json=1"], "--sweep json: --json is not a setting with one value; --help lists them: --workers, "),
+        (["--sweep", "local-sgd-eager-updates=1"], "--local-sgd-eager-updates has no values to sweep; simulate"),
         (["--sweep", "csv=a,b"], "--sweep csv: --csv is not a setting with one value; --help lists them"),
         (["--sweep", "bandwith=1"], "--bandwith is not a setting with one value; did you mean --bandwidth?"),
         (["--sweep", "local-sgd-codec=int4,int3"], "--sweep local-sgd-codec=int3: invalid choice"),

@@ -188,7 +188,7 @@ def test_a_new_corpus_does_not_meet_megatrons_index_cache_of_the_old_one(
         ("{}/", "names a folder; add a name"),
         ("{}/full", "names a folder; add a name, as in .*/full/corpus"),
         ("{}/..", "names a folder"),
-        ("", "names a folder"),
+        ("", "^--output-prefix is empty; give a name, such as corpus$"),
         ("{}/corpus.bin", "leave out the suffix .bin"),
         ("{}/corpus.idx", "leave out the suffix .idx"),
     ],

@@ -67,8 +67,8 @@ def add_output_options(
         help="simulate with every value of an option: NAME=V1,V2,... or NAME=FIRST:LAST:COUNT with equal ratios; given "
         "again, every combination",
     )
-    group.add_argument("--csv", type=Path, metavar="FILE", help="write a sweep's results")
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw a sweep's utilisation (needs matplotlib)")
+    group.add_argument("--csv", type=Path, metavar="FILE", help="write a sweep's results; replaces the file")
+    group.add_argument("--png", type=Path, metavar="FILE", help="draw it (needs matplotlib); replaces the file")
     for flags in needed:
         for flag in flags:
             action = parser._option_string_actions[flag]
@@ -205,6 +205,9 @@ def _read_values(parser: argparse.ArgumentParser, sweep: Sweep) -> tuple[str, di
     name = sweep.flag.removeprefix("--")
     allowed = {flag: action for flag, action in parser._option_string_actions.items() if _can_be_swept(action)}
     action = allowed.get(sweep.flag)
+    known = parser._option_string_actions.get(sweep.flag)
+    if known is not None and known.nargs == 0 and known.dest not in ("help", "json"):
+        raise UserError(f"--sweep {name}: {sweep.flag} has no values to sweep; simulate with it and without it")
     if action is None:
         meant = meant_option(sweep.flag, allowed)
         raise UserError(
