@@ -178,7 +178,7 @@ def test_a_run_without_faults_and_without_an_interval_has_a_row():
     assert row(calm).endswith("| 0 | none | - | unknown | - | - | +0.00 % |")
 
 
-@pytest.mark.parametrize("name", ["chaos_seeds", "chaos_jobs"])
+@pytest.mark.parametrize("name", ["chaos_seeds", "chaos_shards", "chaos_guards", "chaos_jobs"])
 def test_the_tables_of_the_page_are_what_the_command_that_it_names_has_printed(name: str):
     text = PAGE.read_text(encoding="utf-8")
     assert f"`{BY_NAME[name].line}`" in text

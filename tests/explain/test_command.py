@@ -44,12 +44,13 @@ def example() -> list[str]:
     return command[2:]
 
 
+EVALUATION = ("--eval-interval", "10")
 COMMANDS = {
     "unknown option": [*given(4), "--", *toy_gpt(), "--no-such-option"],
     "a feature's rule": [*given(4), "--", *toy_gpt(use_local_sgd=True, local_sgd_workers=3)],
     "Megatron's rule": [*given(4), "--", *toy_gpt(save="nowhere")],
     "a rule without words": [*given(3), "--", *toy_gpt(tensor_model_parallel_size=2)],
-    "a required flag": [*given(1), "--", "--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "4"],
+    "a required flag": [*given(1), "--", "--num-layers", "4", "--hidden-size", "64", *EVALUATION],
     "launcher": [
         *("--backend", "cpu", "--json", "torchrun", "--nproc_per_node", "2", "--nnodes=2", "--rdzv-id", "x"),
         *("examples/pretrain_gpt.py", *toy_gpt(global_batch_size=8)),
