@@ -18,7 +18,7 @@ from tests.support.waiting import until
 GOALS = {
     "peak_over_model_p2": 3.0,
     "round_seconds_p2": None,
-    "grpc_throughput_fraction": 0.5,
+    "grpc_throughput_fraction": 0.6,
     "sockets_over_grpc": None,
     "fraction_possible_beside_grpc": None,
     "bytes_fp32": None,
