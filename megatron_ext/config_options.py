@@ -98,7 +98,9 @@ def in_option_names(text: str, names: Iterable[str], renamed: Mapping[str, str] 
         renamed: the options of fields that are options under other names.
     """
     for name, option in {**{name: as_option(name) for name in names}, **renamed}.items():
-        where = rf"(?<![-\w]){name}\b" if "_" in name else rf"(?:^|(?<=: )){name}(?= )|(?<![-\w]){name}(?= is )"
+        # Nor are they parts of a path.
+        whole = rf"(?<![-\w/.]){name}(?![-\w/]|\.\w)"
+        where = whole if "_" in name else rf"(?:^|(?<=: )){name}(?= )|(?<![-\w]){name}(?= is )"
         text = re.sub(where, option, text)
     return text
 

@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(argv)
     try:
         status = int(options.func(options))
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by who started this
+            sys.stdout.flush()
         return status
     except UserError as error:
         print(f"megatron-ext: error: {error}", file=sys.stderr)
@@ -57,9 +58,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        print(f"megatron-ext: error: the output cannot be written: {error.strerror}; make room there", file=sys.stderr)
-        # What is left would be written at the end of the process once more, and fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), _STANDARD_OUTPUT)
+        what = error.filename or "the output"
+        print(f"megatron-ext: error: {what} cannot be written: {error.strerror}; make room there", file=sys.stderr)
+        if error.filename is None:
+            # What is left would be written at the end of the process once more, and fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), _STANDARD_OUTPUT)
         return 2
     except KeyboardInterrupt:
         print("megatron-ext: interrupted", file=sys.stderr)

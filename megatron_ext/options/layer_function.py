@@ -73,7 +73,9 @@ def _pattern(args: Any) -> str:
 
 def _attention_variants(args: Any) -> str | None:
     """Return the variants that the model has, with what else all peers must have in common of them."""
-    asked = [args.experimental_attention_variant]
+    # Upstream's main has a shorter name for one.
+    given_one = args.experimental_attention_variant
+    asked = ["gated_delta_net" if given_one == "gdn" else given_one]
     asked += [variant for letter, variant in (("D", "dsa"), ("G", "gated_delta_net")) if letter in _pattern(args)]
     said = []
     for variant in dict.fromkeys(filter(None, asked)):

@@ -17,10 +17,20 @@ from megatron_ext.options.common_verdicts import (
     WORKERS,
     WORKERS_BOOKKEEPING,
 )
-from megatron_ext.options.row import everywhere, given, row
-from megatron_ext.options.verdict import needs_gpu, refused, tested
+from megatron_ext.options.row import given, row
+from megatron_ext.options.verdict import accepted, needs_gpu, refused, tested
 
 __all__ = ["RECORDING"]
+
+_NO_TRAINING = accepted("a script that does not train has no use for it")
+_NO_LOG = refused(
+    "Megatron divides by it after the first step, and fails",
+    "give the number of iterations from one line of the log to the next",
+)
+_NO_EVALUATION = refused(
+    "Megatron divides by it where it counts the samples of evaluations, and fails, with --eval-iters 0 too",
+    "give a number of iterations",
+)
 
 RECORDING = (
     row(
@@ -36,22 +46,19 @@ RECORDING = (
     row(
         "--log-interval 0",
         lambda args: args.log_interval == 0,
-        **everywhere(
-            refused(
-                "Megatron divides by it after the first step, and fails",
-                "give the number of iterations from one line of the log to the next",
-            )
-        ),
+        cpu=_NO_TRAINING,
+        local_sgd=_NO_LOG,
+        hot_switch=_NO_LOG,
+        sync_service=_NO_LOG,
     ),
     row(
         "--eval-interval 0, or none",
-        lambda args: not (args.eval_interval or args.full_validation or args.skip_train),
-        **everywhere(
-            refused(
-                "Megatron divides by it where it counts the samples of evaluations, and fails, with --eval-iters 0 too",
-                "give a number of iterations",
-            )
-        ),
+        # A resumed run divides by it whatever else is given.
+        lambda args: not (args.eval_interval or ((args.full_validation or args.skip_train) and not args.load)),
+        cpu=_NO_TRAINING,
+        local_sgd=_NO_EVALUATION,
+        hot_switch=_NO_EVALUATION,
+        sync_service=_NO_EVALUATION,
     ),
     row(
         "--log-straggler",

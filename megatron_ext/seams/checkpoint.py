@@ -319,12 +319,14 @@ def _wrap_load_shards(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _missing(directory: str | None, args: Any) -> str | None:
     """Return in words that the iteration of `--ckpt-step` is not there; None where it is, or none was given."""
-    if directory is None or directory != args.load or args.ckpt_step is None:
+    # To Megatron 0 is none.
+    if directory is None or directory != args.load or not args.ckpt_step:
         return None
-    there = sorted(int(path.name.removeprefix("iter_")) for path in Path(directory).glob("iter_" + "[0-9]" * 7))
+    names = [path.name.removeprefix("iter_") for path in Path(directory).glob("iter_*")]
+    there = sorted(int(name) for name in names if name.isdecimal())
     if args.ckpt_step in there:
         return None
-    which = f"it has {', '.join(map(str, there))}" if there else "it has none"
+    which = f"it has {', '.join(map(str, there))}" if there else "there are no checkpoints in it"
     return f"--ckpt-step {args.ckpt_step}: {directory} has no such iteration; {which}"
 
 

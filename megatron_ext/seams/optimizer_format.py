@@ -18,12 +18,9 @@ __all__ = [
     "reshardable_problems",
 ]
 
-_BOUND_TO = {
-    **MODEL_ARGUMENTS,
-    **OPTIMIZER_ARGUMENTS,
-    "ddp_bucket_size": "--ddp-bucket-size",
-    "ddp_num_buckets": "--ddp-num-buckets",
-}
+_EXPERTS = ("expert_model_parallel_size", "expert_tensor_parallel_size")
+_BUCKETS = {"ddp_bucket_size": "--ddp-bucket-size", "ddp_num_buckets": "--ddp-num-buckets"}
+_BOUND_TO = {**MODEL_ARGUMENTS, **OPTIMIZER_ARGUMENTS, **_BUCKETS}
 """What the form of a distributed optimizer's state depends on that is bound to its layout: arguments, and how to call
 them."""
 
@@ -69,14 +66,8 @@ def refuse_other_optimizer(context: CheckpointRead) -> None:
     if before != now:
         raise UserError(
             f"--load {context.directory}: saved with {before}, this run has {now}, which cannot take its state. Give "
-            f"what it was saved with, or take the weights alone with {_weights_alone(args)}"
+            "what it was saved with, or take the weights alone with --no-load-optim"
         )
-
-
-def _weights_alone(args: Any) -> str:
-    """Return the option that takes no optimizer's state, and when it can be given."""
-    # In mid-interval every worker has weights of its own, which go with the optimizer's state alone.
-    return "--no-load-optim" + (", of a checkpoint from a sync point" if getattr(args, "use_local_sgd", False) else "")
 
 
 def _saved_by(context: LoadContext) -> Any:
@@ -92,7 +83,7 @@ def _begins_to_shard(context: LoadContext, saved: Any) -> bool:
 
     Megatron 0.19 fails on the form that it then reads. The other way round the form of what was saved decides.
     """
-    begins = context.args.use_distributed_optimizer and not saved.use_distributed_optimizer
+    begins = context.args.use_distributed_optimizer and not getattr(saved, "use_distributed_optimizer", True)
     return bool(begins and not context.is_legacy)
 
 
@@ -119,22 +110,28 @@ def refuse_bound_format(context: LoadContext) -> None:
     if saved is None:
         return
     # Experts that are spread over ranks have an optimizer of their own, and Megatron reads two states or one.
-    if args.num_experts and (saved.expert_model_parallel_size > 1) != (args.expert_model_parallel_size > 1):
+    saved_experts = getattr(saved, "expert_model_parallel_size", 1)
+    if args.num_experts and (saved_experts > 1) != (args.expert_model_parallel_size > 1):
         raise UserError(
-            f"--load {context.directory}: saved with --expert-model-parallel-size {saved.expert_model_parallel_size}, "
+            f"--load {context.directory}: saved with --expert-model-parallel-size {saved_experts}, "
             f"this run has {args.expert_model_parallel_size}, and with 1 experts share the optimizer of the rest, so "
             "that its state has another form. Resume with 1 on both sides or on neither, or start the optimizers fresh "
-            f"with {_weights_alone(args)}"
+            "with --no-load-optim"
         )
     if _form_of(context) != "dp_reshardable":
         return
     for name, flag in _BOUND_TO.items():
+        if name in _EXPERTS and not args.num_experts:
+            continue
+        # Without that, gradients are in one bucket whatever is asked for.
+        if name in _BUCKETS and not (args.overlap_grad_reduce or getattr(saved, "overlap_grad_reduce", True)):
+            continue
         before, now = getattr(saved, name, None), getattr(args, name)
         if before != now:
             raise UserError(
                 f"--load {context.directory}: saved with {flag} {before}, this run has {now}, and the optimizer state "
                 "is in a format that is bound to that. Resume with the options it was saved with and save with "
-                f"--dist-ckpt-optim-fully-reshardable, or start the optimizers fresh with {_weights_alone(args)}"
+                "--dist-ckpt-optim-fully-reshardable, or start the optimizers fresh with --no-load-optim"
             )
 
 

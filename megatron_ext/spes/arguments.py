@@ -28,6 +28,11 @@ _FLAGS = {entry.name: flag_of(entry) for entry in fields(SpesConfig) if not entr
 """What the keys of the file are called on the command line."""
 
 
+def _said(args: Any, problem: str) -> str:
+    """Return a problem in the words of who gave flags, or of who gave a file."""
+    return problem if args.spes_config is not None else in_option_names(problem, (), _FLAGS)
+
+
 def _read_file(path: str) -> SpesConfig:
     try:
         return read_spes_config(Path(path))
@@ -91,7 +96,7 @@ def argument_problems(args: Any) -> list[str]:
         args: Megatron's argument namespace, completed.
     """
     config = SpesConfig.from_args(args)
-    problems = [in_option_names(problem, (), _FLAGS) for problem in config.problems()]
+    problems = [_said(args, problem) for problem in config.problems()]
     if not config.using_spes:
         if args.spes_config is not None:
             problems.append(f"--spes-config {args.spes_config} does not say using_spes: true; say it, or drop the file")
@@ -118,7 +123,7 @@ def argument_problems(args: Any) -> list[str]:
     try:
         ownership = ownership_of(args)
     except UserError as error:
-        return [in_option_names(str(error), (), _FLAGS)]
+        return [_said(args, str(error))]
     assert ownership is not None
     return frozen_problems(args, ownership)
 

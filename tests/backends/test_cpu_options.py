@@ -100,7 +100,7 @@ def parse(command_lines):
     rows = [row for row in ROWS if row.verdicts["cpu"].status == "needs a GPU"]
     results = []
     for line in command_lines:
-        args = parser.parse_args(["--eval-interval", "100", *line.split()])
+        args = parser.parse_args(line.split())
         fired = [row.option for row in rows if row.asked(args)]
         results.append((problems(args), fired, len(rows)))
     return results

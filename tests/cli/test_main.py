@@ -32,16 +32,28 @@ def test_the_command_starts_without_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
 
 
+SIMULATE = (
+    *("simulate", "local-sgd", "--parameters", "1e9", "--step-seconds", "1", "--local-sgd-sync-interval", "10"),
+    *("--steps", "100", "--workers", "4", "--bandwidth", "10"),
+)
+
+
 def test_an_output_that_is_full_is_named_in_one_line() -> None:
-    words = ["simulate", "local-sgd", "--parameters", "1e9", "--step-seconds", "1", "--local-sgd-sync-interval", "10"]
-    words += ["--steps", "100", "--workers", "4", "--bandwidth", "10"]
-    command = [sys.executable, "-m", "megatron_ext.cli.main", *words]
+    command = [sys.executable, "-m", "megatron_ext.cli.main", *SIMULATE]
     with open("/dev/full", "w") as full:
         ended = subprocess.run(
             command, cwd=REPOSITORY, stdout=full, stderr=subprocess.PIPE, text=True, check=False, timeout=60
         )
     said = "megatron-ext: error: the output cannot be written: No space left on device; make room there\n"
     assert (ended.returncode, ended.stderr) == (2, said)
+
+
+def test_who_has_closed_the_output_gets_the_status_nevertheless() -> None:
+    code = "import sys; sys.stdout = None; import megatron_ext.cli.main as cli; sys.exit(cli.main(sys.argv[1:]))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code, *SIMULATE], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:

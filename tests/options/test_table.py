@@ -28,6 +28,7 @@ WITHOUT_A_TEST = {
     "the row on --sft has the say",
     "the row on --phase-transition-iterations has the say",
     "each format has a row of its own",
+    "a script that does not train has no use for it",
     "it says nothing without --hybrid-layer-pattern",
     "it is read with --moe-expert-capacity-factor alone, which is refused",
     "what is said of each of them holds",

@@ -68,7 +68,7 @@ def add_output_options(
         "again, every combination",
     )
     group.add_argument("--csv", type=Path, metavar="FILE", help="write a sweep's results; replaces the file")
-    group.add_argument("--png", type=Path, metavar="FILE", help="draw it (needs matplotlib); replaces the file")
+    group.add_argument("--png", type=Path, metavar="FILE", help="its picture (needs matplotlib); replaces the file")
     for flags in needed:
         for flag in flags:
             action = parser._option_string_actions[flag]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["SyncServiceConfig", "argument_problems", "connection_of", "file_problems", "interval_of", "notices"]
 
 _MOST_STEPS = 1_000_000_000
-"""Of an interval: what has more digits is a slip, which would be the run's for good."""
+"""Of an interval: more is a mistake in typing, with which the run would be created."""
 
 _MOST_STREAMS = 1024
 

@@ -55,10 +55,13 @@ def test_a_bad_option_is_named(change, sentence):
 def test_files_that_cannot_be_used_are_named_before_anything_is_built(tmp_path):
     (tmp_path / "short").write_text("short")
     (tmp_path / "odd").write_text("no certificate")
+    (tmp_path / "tls_ca.pem").write_text("no certificate, in a file that is called as a field is")
     for change, sentence in (
         ({"token_file": tmp_path / "none"}, f"token-file {tmp_path}/none: cannot be read: No such file or directory"),
         ({"token_file": tmp_path / "short"}, f"token-file {tmp_path}/short: must hold at least 16 printable ASCII"),
         ({"tls_ca": tmp_path / "odd"}, f"tls-ca {tmp_path}/odd: is not a PEM file"),
+        ({"tls_ca": tmp_path / "tls_ca.pem"}, f"tls-ca {tmp_path}/tls_ca.pem: is not a PEM file"),
+        ({"token_file": tmp_path / "token_file"}, f"token-file {tmp_path}/token_file: cannot be read: No such file"),
         ({"tls_cert": tmp_path / "odd"}, "tls-cert and --sync-service-tls-key belong together, and need --sync-"),
     ):
         config = SyncServiceConfig(**GOOD, **{f"sync_service_{name}": str(file) for name, file in change.items()})
