@@ -155,7 +155,10 @@ def _shape(rank: LoneRank) -> GptShape | None:
     from megatron_ext.params import live_model
 
     chunk = unwrap_model(rank.model[0])
-    return live_model.shape_of(chunk) if live_model.has_shape(chunk) else None
+    try:
+        return live_model.shape_of(chunk) if live_model.has_shape(chunk) else None
+    except UserError:
+        return None  # `_view` says why, where that matters
 
 
 def _parts(view: ParameterView) -> list[LayerKind]:

@@ -88,7 +88,11 @@ def _context_parallel(
     else:
         # Keys and values go round forward, and backward they do again, with their gradients.
         sent = 3 * groups * (key + value) * (cp - 1)
-    sent *= number["attention"] + number["sparse_attention"]
+    sent *= number["attention"]
+    if shape.latent_attention is not None and shape.sparse_indexer is not None:
+        # Every rank gathers all latents and what the indexer compares with, whole, and their gradients go back.
+        latent = shape.latent_attention.kv_lora_rank + shape.latent_attention.qk_pos_emb_head_dim
+        sent += number["sparse_attention"] * 2 * (latent + shape.sparse_indexer.head_dim) * (cp - 1) * tp
     for scans, sizes in ((number["delta_net"], shape.delta_net), (number["state_space"], shape.state_space)):
         if sizes is not None:
             # What is projected in, and the result: all-to-alls as above, whatever attention does.

@@ -4,8 +4,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_ext.params.tensors import require_sizes
+
+
+def variant_of(asked: Any) -> str | None:
+    """Return the variant of attention that a config or an argument namespace asks for, by one name in all releases."""
+    variant: str | None = asked.experimental_attention_variant
+    return "gated_delta_net" if variant == "gdn" else variant
 
 
 @dataclass(frozen=True, kw_only=True)

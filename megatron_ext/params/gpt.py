@@ -153,9 +153,7 @@ def _prediction_layer(shape: GptShape, depth: int) -> Iterator[GlobalTensor]:
 
 def _attention(shape: GptShape, prefix: str, place: UnitPlace, *, is_sparse: bool) -> Iterator[GlobalTensor]:
     if shape.latent_attention is not None:
-        if is_sparse:
-            yield from sparse_indexer(shape, shape.latent_attention.q_lora_rank or shape.hidden_size, prefix, place)
-        yield from _latent_attention(shape, shape.latent_attention, prefix, place)
+        yield from _latent_attention(shape, shape.latent_attention, prefix, place, is_sparse=is_sparse)
         return
     heads = shape.num_attention_heads * shape.head_size
     fused = qkv_rows(shape)[-1].value[1]
@@ -176,7 +174,7 @@ def _attention(shape: GptShape, prefix: str, place: UnitPlace, *, is_sparse: boo
 
 
 def _latent_attention(
-    shape: GptShape, latent: LatentAttention, prefix: str, place: UnitPlace
+    shape: GptShape, latent: LatentAttention, prefix: str, place: UnitPlace, *, is_sparse: bool
 ) -> Iterator[GlobalTensor]:
     heads = shape.num_attention_heads
     query = latent.qk_head_dim + latent.qk_pos_emb_head_dim
@@ -184,6 +182,8 @@ def _latent_attention(
     down = column if latent.cut_down_projections else whole
     if shape.learnable_softmax:
         yield column(shape, prefix + "core_attention.softmax_offset", (heads,), place, None)
+    if is_sparse:
+        yield from sparse_indexer(shape, latent.q_lora_rank or shape.hidden_size, prefix, place)
     values = (shape.hidden_size, heads * latent.v_head_dim)
     yield from row(shape, prefix + "linear_proj", values, place, None, bias=shape.add_bias_linear)
     if latent.q_lora_rank is None:

@@ -11,7 +11,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer
+from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer, variant_of
 from megatron_ext.params.checks import check_chunk
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.hybrid_pattern import kinds_of_pattern, stages_of_pattern
@@ -119,7 +119,7 @@ def _latent_attention(config: Any) -> LatentAttention:
 
 def _delta_net(config: Any, kinds: tuple[LayerKind, ...]) -> DeltaNet | None:
     """The sizes of Gated DeltaNet, where a GPT's variant of attention asks for it or a hybrid model's pattern."""
-    if config.experimental_attention_variant != "gated_delta_net" and "delta_net" not in kinds:
+    if variant_of(config) != "gated_delta_net" and "delta_net" not in kinds:
         return None
     return DeltaNet(
         layers=() if kinds else _delta_net_layers(config),
@@ -140,7 +140,7 @@ def _delta_net_layers(config: Any) -> tuple[bool, ...]:
 
 
 def _sparse_indexer(config: Any) -> SparseIndexer | None:
-    if config.experimental_attention_variant != "dsa":
+    if variant_of(config) != "dsa":
         return None
     return SparseIndexer(heads=config.dsa_indexer_n_heads, head_dim=config.dsa_indexer_head_dim)
 
@@ -263,7 +263,7 @@ def _refuse_unsupported(chunks: Sequence[Any]) -> None:
         for field, meaning in UNSUPPORTED_OPTIONS.items()
         if getattr(config, field, None)
     ]
-    variant = config.experimental_attention_variant
+    variant = variant_of(config)
     if variant not in (None, "gated_delta_net", "dsa"):
         used.append(f"experimental_attention_variant ({variant})")
     if getattr(config, "dsa_indexer_topk_freq", 1) > 1:

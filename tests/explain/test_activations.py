@@ -141,6 +141,14 @@ def test_only_attention_sends_keys_and_values_round() -> None:
     assert sent(half, context_parallel_size=2)["keys and values"] == softmax // 2 + scans
 
 
+def test_sparse_attention_gathers_latents_and_not_heads() -> None:
+    shape = replace(DENSE, latent_attention=LATENT, sparse_indexer=SparseIndexer(heads=2, head_dim=8))
+    sizes = {"multi_latent_attention": True, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6}
+    found = sent(shape, context_parallel_size=2, tensor_model_parallel_size=2, **sizes)
+    # On every tensor-parallel rank the same.
+    assert found["keys and values"] == 8 * (POSITIONS // 2) * 2 * (20 + 4 + 8) * 2
+
+
 def test_without_sequence_parallelism_a_part_is_whole_on_every_rank() -> None:
     split = found(EXPERTS, tensor_model_parallel_size=2)
     whole = found(EXPERTS, tensor_model_parallel_size=2, sequence_parallel=False)
