@@ -204,7 +204,7 @@ COMMANDS = (
     Command(name="chaos_60_an_hour", line=f"{_CHAOS} --seed 7 --minutes 9 --faults-per-hour 60", minutes=10),
     Command(name="chaos_seeds", line=f"{_CHAOS} --seeds 100-109 --minutes 2 --table", minutes=25),
     Command(name="chaos_shards", line=f"{_CHAOS} --seeds 200-203 --minutes 1 --shards 2 --table", minutes=6),
-    Command(name="chaos_guards", line=f"{_CHAOS} --seeds 300-303 --minutes 1 --guards --table", minutes=6),
+    Command(name="chaos_guards", line=f"{_CHAOS} --seeds 402-405 --minutes 1 --guards --table", minutes=6),
     Command(
         name="chaos_jobs",
         line=f"{_CHAOS} --jobs --seeds 2 5 --minutes 1 --faults-per-hour 720 --table",

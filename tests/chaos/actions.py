@@ -83,7 +83,9 @@ def _quick_disk(run: Synthetic, struck: Struck, dice: random.Random) -> None:
 
 
 def _full_disk(run: Synthetic, struck: Struck, dice: random.Random) -> None:
-    run.limit_files(struck.fault.target, run.journal.stat().st_size + dice.choice((0, 10, 1000, 100_000)))
+    # The first server's journal grows; the others' files are small, and of one size.
+    size = run.journal.stat().st_size if struck.fault.target == SERVER else 0
+    run.limit_files(struck.fault.target, size + dice.choice((0, 10, 1000, 100_000)))
 
 
 def _room(run: Synthetic, struck: Struck, dice: random.Random) -> None:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from megatron_ext.outer.optimizers.delayed_nesterov import DelayedNesterov
 from megatron_ext.outer.optimizers.sgd import OuterSGD
-from megatron_ext.outer.weighted_sum import weighted_mean
 from megatron_ext.sync_service.protocol.catalog import Catalog
 from megatron_ext.sync_service.rounds.config import RunConfig
 from megatron_ext.sync_service.values.guards import Guards, Judged
@@ -90,7 +91,7 @@ class _Synchronous:
             terms = [trained[name].view(-1) for _, trained in counted]
             if name in self._optimizers:
                 terms = [anchor - term for term in terms]
-            mean = weighted_mean((term.clone() for term in terms), [weight for weight, _ in counted])
+            mean = _mean(terms, [weight for weight, _ in counted] if self._guards is not None else None)
             if name in self._optimizers:
                 self._optimizers[name].step(0, slice(0, anchor.numel()), mean)
             else:
@@ -105,6 +106,15 @@ class _Synchronous:
                 judged = self._catalog[name].judged_as
                 of_peer[judged] = of_peer.get(judged, 0.0) + square_of(anchor - trained[name].view(-1))
         guards.decide(squares, {}, {index: peer_name(index) for index in squares}, None)
+
+
+def _mean(terms: Sequence[torch.Tensor], weights: Sequence[float] | None) -> torch.Tensor:
+    """Return the mean of terms, by weights if there are any: written out here, so that it checks the product's."""
+    if weights is None:
+        return sum(terms[1:], terms[0]) / len(terms)
+    shares = [weight / max(weights) for weight in weights]
+    products = [term * share for term, share in zip(terms, shares, strict=True)]
+    return sum(products[1:], products[0]) / sum(shares)
 
 
 class _Asynchronous:

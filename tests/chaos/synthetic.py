@@ -80,7 +80,8 @@ class Synthetic:
         self.strains = {name: Strain(folder / f"{name}.strain") for name in (*settings.servers, *self._names)}
         self._away: set[str] = set()
         self._starts: dict[str, float] = {}
-        self._damage: Damage | None = None
+        self._damages: dict[str, Damage] = {}
+        """By server, what is damaged there and not repaired yet."""
         self._looked = time.monotonic()
         self._are_watched = False
 
@@ -116,12 +117,14 @@ class Synthetic:
 
     def damage(self, struck: Struck, path: Path | None, dice: random.Random) -> None:
         """Flip a bit of a file of a server, which is away."""
-        if self._damage is not None:
-            self._damage.give_up()
+        server = struck.fault.target
+        if server in self._damages:
+            self._damages.pop(server).give_up()
         self.tail.look()
-        self._damage = None if path is None else Damage(struck, path, self.tail.newest, dice)
         if path is None:
             struck.outcome = "harmless: there was no such file"
+        else:
+            self._damages[server] = Damage(struck, path, self.tail.newest, dice)
 
     # The run.
 
@@ -211,7 +214,8 @@ class Synthetic:
         for who in [who for who, due in self._starts.items() if now >= due]:
             del self._starts[who]
             self.start(who)
-        self._look_after_damage()
+        for server, damage in list(self._damages.items()):
+            self._look_after_damage(server, damage)
         self._looked = time.monotonic()
 
     def _ended(self, who: str, process: Process) -> None:
@@ -222,32 +226,26 @@ class Synthetic:
             said = gave_up[-1]["message"] if gave_up and process.exit_code == 2 else said
         now = time.monotonic()
         assert process.exit_code is not None
-        if self._is_damaged(who) and self._damage.was_refused(process.output):
-            self._damage.repair(self._zygote, self.folder)
+        if who in self._damages and self._damages[who].was_refused(process.output):
+            self._damages.pop(who).repair(self._zygote, self.folder)
             self.tail.look_again()
-            self._damage = None
         else:
             self.history.ends.append(End(who=who, at=now, code=process.exit_code, said=said))
         self._starts[who] = now + _AGAIN
 
-    def _is_damaged(self, server: str) -> bool:
-        """Return whether a file of a server is."""
-        return self._damage is not None and self._damage.struck.fault.target == server
-
-    def _look_after_damage(self) -> None:
-        damage = self._damage
-        if damage is None or (server := damage.struck.fault.target) in self._away:
+    def _look_after_damage(self, server: str, damage: Damage) -> None:
+        if server in self._away:
             return
         told = [end.said for end in self.history.ends if end.at > damage.struck.begun]
         if damage.is_noticed(self.processes[server].output, told):
             self.kill(server)
             damage.repair(self._zygote, self.folder)
             self.tail.look_again()
-            self._damage = None
+            del self._damages[server]
             self.start(server)
         elif self.tail.newest > damage.newest + 2:
             damage.is_over()
-            self._damage = None
+            del self._damages[server]
 
     def _all_have_begun(self) -> bool:
         return all(any(line["event"] == "resumes" for line in self._written(name)) for name in self._names)
@@ -260,7 +258,7 @@ class Synthetic:
             if event["event"] == "committed" and event["seen"] > since
             for name in event["contributors"]
         }
-        return self._damage is None and counted == set(self._names)
+        return not self._damages and counted == set(self._names)
 
     def _stop_peers(self) -> None:
         settings = self._settings

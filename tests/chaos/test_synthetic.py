@@ -25,7 +25,7 @@ QUICK = {
     "asynchronous in fp32": Settings.of_seed(919),
     "two servers and guards": Settings.of_seed(402, shards=2, guarded=True),
 }
-"""14 of the 16 kinds of faults."""
+"""With all 16 kinds of faults."""
 SEEDS = range(100, 110)
 
 
