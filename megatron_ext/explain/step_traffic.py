@@ -8,7 +8,6 @@ s x b x h of a micro-batch's positions on a rank, its samples and the hidden siz
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_ext.params import GptShape
 from megatron_ext.params.ddp_traffic import ddp_bytes
 from megatron_ext.params.state_space import LayerKind
 
-__all__ = ["traffic_of"]
+__all__ = ["activation_traffic", "traffic_of"]
 
 
 def traffic_of(
@@ -59,7 +58,7 @@ def activation_traffic(
     )
     if asked.context_parallel_size > 1:
         yield from _context_parallel(asked, shape, parts, micro_batches)
-    with_experts = list(parts).count("experts")
+    with_experts = parts.count("experts")
     if with_experts and ep > 1:
         # To the experts and back, forward and backward, of the positions that a tensor-parallel rank has.
         routed = message * shape.expert_width // (shape.hidden_size * tp) * asked.moe_router_topk * (ep - 1) // ep
@@ -75,7 +74,6 @@ def _context_parallel(
     asked: Any, shape: GptShape, parts: Sequence[LayerKind], micro_batches: int
 ) -> Iterator[TrafficUse]:
     cp, tp = asked.context_parallel_size, asked.tensor_model_parallel_size
-    number = Counter(parts)
     kind = asked.cp_comm_type if isinstance(asked.cp_comm_type, str) else (asked.cp_comm_type or ["p2p"])[0]
     groups = asked.num_query_groups if asked.group_query_attention else asked.num_attention_heads
     key = value = asked.kv_channels
@@ -88,12 +86,15 @@ def _context_parallel(
     else:
         # Keys and values go round forward, and backward they do again, with their gradients.
         sent = 3 * groups * (key + value) * (cp - 1)
-    sent *= number["attention"]
+    sent *= parts.count("attention")
     if shape.latent_attention is not None and shape.sparse_indexer is not None:
         # Every rank gathers all latents and what the indexer compares with, whole, and their gradients go back.
         latent = shape.latent_attention.kv_lora_rank + shape.latent_attention.qk_pos_emb_head_dim
-        sent += number["sparse_attention"] * 2 * (latent + shape.sparse_indexer.head_dim) * (cp - 1) * tp
-    for scans, sizes in ((number["delta_net"], shape.delta_net), (number["state_space"], shape.state_space)):
+        sent += parts.count("sparse_attention") * 2 * (latent + shape.sparse_indexer.head_dim) * (cp - 1) * tp
+    for scans, sizes in (
+        (parts.count("delta_net"), shape.delta_net),
+        (parts.count("state_space"), shape.state_space),
+    ):
         if sizes is not None:
             # What is projected in, and the result: all-to-alls as above, whatever attention does.
             sent += scans * 2 * (sum(sizes.projected.values()) + sizes.inner_size) * (cp - 1) // cp

@@ -115,8 +115,8 @@ def _made(settings: Settings, faults: Sequence[Fault], seconds: float, folder: P
     return figures(run(settings, faults, seconds=seconds, folder=folder, zygote=zygote))
 
 
-def _kind_of(options: argparse.Namespace) -> str:
-    """Return what is said of the run besides its seed."""
+def _flags_of_kind(options: argparse.Namespace) -> str:
+    """Return the flags that say what kind of run a seed stands for."""
     said = {"--jobs ": options.jobs, "--guards ": options.guards, f"--shards {options.shards} ": options.shards > 1}
     return "".join(text for text, is_given in said.items() if is_given)
 
@@ -145,7 +145,7 @@ def _say_how_to_run_again(
     lines += [f"  {fault}" for fault in fewer]
     lines += [
         f"files: {folder}",
-        f"again: python -m tests.chaos {_kind_of(options)}--seed {settings.seed} "
+        f"again: python -m tests.chaos {_flags_of_kind(options)}--seed {settings.seed} "
         f"--minutes {options.minutes:g} --schedule {path}",
     ]
     print("\n".join(lines), file=place, flush=True)

@@ -91,7 +91,7 @@ class _Synchronous:
             terms = [trained[name].view(-1) for _, trained in counted]
             if name in self._optimizers:
                 terms = [anchor - term for term in terms]
-            mean = _mean(terms, [weight for weight, _ in counted] if self._guards is not None else None)
+            mean = _mean(terms, [weight for weight, _ in counted])
             if name in self._optimizers:
                 self._optimizers[name].step(0, slice(0, anchor.numel()), mean)
             else:
@@ -108,10 +108,8 @@ class _Synchronous:
         guards.decide(squares, {}, {index: peer_name(index) for index in squares}, None)
 
 
-def _mean(terms: Sequence[torch.Tensor], weights: Sequence[float] | None) -> torch.Tensor:
-    """Return the mean of terms, by weights if there are any: written out here, so that it checks the product's."""
-    if weights is None:
-        return sum(terms[1:], terms[0]) / len(terms)
+def _mean(terms: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
+    """Return the weighted mean of terms: written out here, so that it checks the product's."""
     shares = [weight / max(weights) for weight in weights]
     products = [term * share for term, share in zip(terms, shares, strict=True)]
     return sum(products[1:], products[0]) / sum(shares)

@@ -103,6 +103,7 @@ DELTA_NET_SIZES: Options = MappingProxyType(
         "linear_value_head_dim": 4,
     }
 )
+"""Sizes of Gated DeltaNet, in a GPT or in a hybrid model."""
 
 DELTA_NET: Options = MappingProxyType(
     {
@@ -130,6 +131,7 @@ SPARSE_SIZES: Options = MappingProxyType(
         "dsa_indexer_loss_coeff": 0.01,
     }
 )
+"""Sizes of DeepSeek's sparse attention over latent attention, likewise."""
 
 SPARSE: Options = MappingProxyType(
     {

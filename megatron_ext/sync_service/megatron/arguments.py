@@ -15,6 +15,7 @@ from megatron_ext.options import refusals
 from megatron_ext.outer.codecs.all_codecs import CODECS, EXACT_CODEC
 from megatron_ext.outer.places import Where, place_problems
 from megatron_ext.outer.reducer_config import GTAConfig
+from megatron_ext.phrases import as_option
 from megatron_ext.sync_service.channel.address import is_loopback, split_address
 from megatron_ext.sync_service.protocol.durations import (
     HEARTBEAT_SECONDS,
@@ -38,7 +39,7 @@ _MOST_STREAMS = 1024
 _CONNECTION = {
     "server": "--sync-service",
     **{
-        name: "--sync-service-" + name.replace("_", "-")
+        name: as_option(f"sync_service_{name}")
         for name in ("token_file", "tls_ca", "tls_cert", "tls_key", "patience_seconds")
     },
 }

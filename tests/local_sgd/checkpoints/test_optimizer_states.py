@@ -29,13 +29,17 @@ def refusal(precision: str, **options) -> str:
     return said
 
 
+def assert_the_weights_alone_load(resuming: dict) -> None:
+    fresh = run_pretrain(arguments("single", "fp32-distopt", workers=2, no_load_optim=True, **resuming), 2)
+    assert len(fresh[-1].losses) == 1
+
+
 def test_a_stock_checkpoint_of_another_layout_is_refused_as_one_of_workers_is(tmp_path: Path):
     resuming = saved(tmp_path, "tp2-sp", "fp32-distopt", None)
     said = refusal("fp32-distopt", **resuming)
     assert "saved with --tensor-model-parallel-size 2, this run has 1" in said
     assert "--dist-ckpt-optim-fully-reshardable, or start the optimizers fresh with --no-load-optim" in said
-    fresh = run_pretrain(arguments("single", "fp32-distopt", workers=2, no_load_optim=True, **resuming), 2)
-    assert len(fresh[-1].losses) == 1
+    assert_the_weights_alone_load(resuming)
 
 
 @pytest.mark.parametrize("workers", [None, 2])
@@ -44,8 +48,7 @@ def test_a_state_that_was_whole_is_refused_by_the_distributed_optimizer(tmp_path
     said = refusal("fp32-distopt", **resuming)
     assert "saved with --optimizer adam without --use-distributed-optimizer, this run has --optimizer adam --u" in said
     assert "or take the weights alone with --no-load-optim" in said
-    fresh = run_pretrain(arguments("single", "fp32-distopt", workers=2, no_load_optim=True, **resuming), 2)
-    assert len(fresh[-1].losses) == 1
+    assert_the_weights_alone_load(resuming)
 
 
 def test_an_iteration_that_is_not_there_is_named_with_those_that_are(tmp_path: Path):
