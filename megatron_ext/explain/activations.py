@@ -16,7 +16,8 @@ from typing import Any
 from megatron_ext.explain.rank_figures import MemoryUse
 from megatron_ext.params import GptShape
 from megatron_ext.params.attention_variants import DeltaNet
-from megatron_ext.params.state_space import LayerKind, StateSpace
+from megatron_ext.params.layer_parts import LayerPart
+from megatron_ext.params.state_space import StateSpace
 
 __all__ = ["activations", "kept_bytes"]
 
@@ -53,7 +54,7 @@ def kept_bytes(shape: GptShape, topk: int) -> float:
     return sum(_of_part(shape, part, topk) for part in parts) / shape.num_layers
 
 
-def _of_part(shape: GptShape, part: LayerKind, topk: int) -> int:
+def _of_part(shape: GptShape, part: LayerPart, topk: int) -> int:
     # The norm's input, what it makes of it, and the mask of the dropout at the end.
     outside = 5 * shape.hidden_size
     if part == "state_space":

@@ -23,7 +23,7 @@ from megatron_ext.hooks import Feature, hooks
 from megatron_ext.hot_switch.feature import HotSwitchFeature
 from megatron_ext.local_sgd.feature import LocalSGDFeature
 from megatron_ext.params import GptShape, ParameterView, gpt_parameters
-from megatron_ext.params.state_space import LayerKind
+from megatron_ext.params.layer_parts import LayerPart
 from megatron_ext.params.tensors import prediction_unit
 from megatron_ext.worker_cuts import computed_places
 
@@ -161,7 +161,7 @@ def _shape(rank: LoneRank) -> GptShape | None:
         return None  # `_view` says why, where that matters
 
 
-def _parts(view: ParameterView) -> list[LayerKind]:
+def _parts(view: ParameterView) -> list[LayerPart]:
     """Return what the rank's layers are made of, those of multi-token prediction too."""
     layers = {entry.tensor.layer for entry in view.entries if entry.tensor.layer is not None}
     units = {entry.unit for entry in view.entries}

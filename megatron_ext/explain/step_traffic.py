@@ -15,13 +15,13 @@ from megatron_ext.explain.lone_rank import LoneRank
 from megatron_ext.explain.rank_figures import TrafficUse
 from megatron_ext.params import GptShape
 from megatron_ext.params.ddp_traffic import ddp_bytes
-from megatron_ext.params.state_space import LayerKind
+from megatron_ext.params.layer_parts import LayerPart
 
 __all__ = ["activation_traffic", "traffic_of"]
 
 
 def traffic_of(
-    rank: LoneRank, shape: GptShape, parts: Sequence[LayerKind], *, stage: int, micro_batches: int
+    rank: LoneRank, shape: GptShape, parts: Sequence[LayerPart], *, stage: int, micro_batches: int
 ) -> list[TrafficUse]:
     """Return what a rank sends in every inner step.
 
@@ -38,7 +38,7 @@ def traffic_of(
 
 
 def activation_traffic(
-    asked: Any, shape: GptShape, parts: Sequence[LayerKind], *, stage: int, micro_batches: int
+    asked: Any, shape: GptShape, parts: Sequence[LayerPart], *, stage: int, micro_batches: int
 ) -> Iterator[TrafficUse]:
     """Yield the activations that a rank sends in every inner step, by cause; see ``traffic_of``."""
     tp, pp, ep = asked.tensor_model_parallel_size, asked.pipeline_model_parallel_size, asked.expert_model_parallel_size
@@ -71,7 +71,7 @@ def activation_traffic(
 
 
 def _context_parallel(
-    asked: Any, shape: GptShape, parts: Sequence[LayerKind], micro_batches: int
+    asked: Any, shape: GptShape, parts: Sequence[LayerPart], micro_batches: int
 ) -> Iterator[TrafficUse]:
     cp, tp = asked.context_parallel_size, asked.tensor_model_parallel_size
     kind = asked.cp_comm_type if isinstance(asked.cp_comm_type, str) else (asked.cp_comm_type or ["p2p"])[0]

@@ -10,11 +10,10 @@ from itertools import pairwise
 
 import torch
 
-from megatron_ext.params.attention_variant_tensors import delta_net, sparse_indexer
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
+from megatron_ext.params.layer_parts import LayerPart
 from megatron_ext.params.layer_tensors import UnitPlace, column, norm, row, whole
-from megatron_ext.params.state_space import LayerKind
-from megatron_ext.params.state_space_layer import state_space_layer
+from megatron_ext.params.part_tensors import delta_net, sparse_indexer, state_space_layer
 from megatron_ext.params.tensors import (
     EMBEDDING_UNIT,
     FINAL_NORM_UNIT,
@@ -121,7 +120,7 @@ def _vocabulary(shape: GptShape, name: str, unit: str, shared_with: tuple[str, .
     )
 
 
-def _part(shape: GptShape, prefix: str, place: UnitPlace, kind: LayerKind) -> Iterator[GlobalTensor]:
+def _part(shape: GptShape, prefix: str, place: UnitPlace, kind: LayerPart) -> Iterator[GlobalTensor]:
     """A part of a layer, with the norm before it."""
     if kind == "state_space":
         yield from state_space_layer(shape, prefix, place)

@@ -9,7 +9,8 @@ from typing import Literal
 import torch
 
 from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer
-from megatron_ext.params.state_space import LayerKind, StateSpace
+from megatron_ext.params.layer_parts import LayerPart
+from megatron_ext.params.state_space import StateSpace
 from megatron_ext.params.tensors import ParamsError, require_sizes
 
 
@@ -130,10 +131,10 @@ class GptShape:
     moe_layers: tuple[bool, ...] = ()
     """Which layers have experts; empty for all of them (with experts) or none (without)."""
 
-    layer_kinds: tuple[LayerKind, ...] = ()
+    layer_kinds: tuple[LayerPart, ...] = ()
     """What each layer of a hybrid model is; empty for a GPT."""
 
-    mtp_layer_kinds: tuple[LayerKind, ...] = ()
+    mtp_layer_kinds: tuple[LayerPart, ...] = ()
     """The same of what one layer of multi-token prediction is made of."""
 
     state_space: StateSpace | None = None
@@ -245,17 +246,17 @@ class GptShape:
         """Channels that routed experts read and write."""
         return self.hidden_size if self.moe_latent_size is None else self.moe_latent_size
 
-    def parts_of(self, layer: int) -> tuple[LayerKind, ...]:
+    def parts_of(self, layer: int) -> tuple[LayerPart, ...]:
         """Return what decoder layer ``layer`` (from 0) is made of: two parts in a GPT, one in a hybrid model."""
         if self.layer_kinds:
             return (self.layer_kinds[layer],)
-        attention: LayerKind = "attention" if self.sparse_indexer is None else "sparse_attention"
+        attention: LayerPart = "attention" if self.sparse_indexer is None else "sparse_attention"
         if self.delta_net is not None and self.delta_net.layers[layer]:
             attention = "delta_net"
         return (attention, "experts" if self.is_moe_layer(layer) else "mlp")
 
     @property
-    def prediction_parts(self) -> tuple[LayerKind, ...]:
+    def prediction_parts(self) -> tuple[LayerPart, ...]:
         """What a layer of multi-token prediction is made of: in a GPT it is of the last decoder layer's kind."""
         return self.mtp_layer_kinds if self.layer_kinds else self.parts_of(self.num_layers - 1)
 

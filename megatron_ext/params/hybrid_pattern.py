@@ -7,10 +7,10 @@ prediction is made of.
 
 from __future__ import annotations
 
-from megatron_ext.params.state_space import LayerKind
+from megatron_ext.params.layer_parts import LayerPart
 from megatron_ext.params.tensors import ParamsError
 
-KINDS: dict[str, LayerKind] = {
+KINDS: dict[str, LayerPart] = {
     "M": "state_space",
     "*": "attention",
     "+": "attention",
@@ -22,7 +22,7 @@ KINDS: dict[str, LayerKind] = {
 """What Megatron's letters stand for; ``+`` is multi-latent attention, which the model's other options tell too."""
 
 
-def kinds_of_pattern(pattern: str) -> tuple[tuple[LayerKind, ...], tuple[LayerKind, ...]]:
+def kinds_of_pattern(pattern: str) -> tuple[tuple[LayerPart, ...], tuple[LayerPart, ...]]:
     """Return what each layer of the decoder is, and what each layer of multi-token prediction is made of.
 
     Raises:

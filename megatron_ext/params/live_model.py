@@ -15,9 +15,10 @@ from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer, vari
 from megatron_ext.params.checks import check_chunk
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.hybrid_pattern import kinds_of_pattern, stages_of_pattern
+from megatron_ext.params.layer_parts import LayerPart
 from megatron_ext.params.layout import DEFAULT_ORDER, Coordinates, Layout, uneven_layers
 from megatron_ext.params.placement import Placement
-from megatron_ext.params.state_space import LayerKind, StateSpace
+from megatron_ext.params.state_space import StateSpace
 from megatron_ext.params.tensors import ParamsError
 from megatron_ext.params.view import LocalParameter, ParameterView, match_chunk
 
@@ -117,7 +118,7 @@ def _latent_attention(config: Any) -> LatentAttention:
     )
 
 
-def _delta_net(config: Any, kinds: tuple[LayerKind, ...]) -> DeltaNet | None:
+def _delta_net(config: Any, kinds: tuple[LayerPart, ...]) -> DeltaNet | None:
     """The sizes of Gated DeltaNet, where a GPT's variant of attention asks for it or a hybrid model's pattern."""
     if variant_of(config) != "gated_delta_net" and "delta_net" not in kinds:
         return None

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State-space (Mamba-2) layers, and what else a layer of a hybrid model can be."""
+"""State-space (Mamba-2) layers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron_ext.params.tensors import ParamsError, require_sizes
-
-LayerKind = Literal["state_space", "attention", "sparse_attention", "delta_net", "mlp", "experts"]
-"""What a layer of a hybrid model is: one of these, where a GPT's is attention of some kind and then an MLP or experts.
-"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of a GPT's attention of another kind: Gated DeltaNet, and the indexer of sparse attention."""
+"""The tensors of parts of layers that are neither softmax attention nor an MLP or experts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
 
 from megatron_ext.params.gpt_shape import GptShape
 from megatron_ext.params.layer_tensors import UnitPlace, column, norm, row, whole
@@ -45,3 +48,25 @@ def sparse_indexer(shape: GptShape, query_size: int, prefix: str, place: UnitPla
     for name in ("weight", "bias"):  # a LayerNorm, whatever the model's are
         yield whole(shape, f"{prefix}k_norm.{name}", (sizes.head_dim,), place)
     yield whole(shape, prefix + "linear_weights_proj.weight", (sizes.heads, shape.hidden_size), place)
+
+
+def state_space_layer(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
+    """The tensors of one layer.
+
+    Tensor parallelism gives each rank whole heads and groups: of the input projection and of the convolution, which
+    are several matrices in one, a part of each.
+    """
+    sizes = shape.state_space
+    assert sizes is not None, "a shape with such layers has their sizes"
+    mixer, heads = prefix + "mixer.", (sizes.heads,)
+    yield from norm(shape, prefix + "norm", shape.hidden_size, place)
+    yield column(shape, mixer + "dt_bias", heads, place, None)
+    for name in ("A_log", "D"):
+        yield replace(column(shape, mixer + name, heads, place, None), dtype=torch.float32)
+    blocks, names = tuple(sizes.convolved.values()), tuple(sizes.convolved)
+    for name, per_channel in (("weight", (1, sizes.conv_width)), ("bias", ())):
+        yield column(shape, f"{mixer}conv1d.{name}", (sum(blocks), *per_channel), place, None, blocks, names)
+    blocks, names = tuple(sizes.projected.values()), tuple(sizes.projected)
+    yield column(shape, mixer + "in_proj.weight", (sum(blocks), shape.hidden_size), place, None, blocks, names)
+    yield column(shape, mixer + "norm.weight", (sizes.inner_size,), place, None)
+    yield from row(shape, mixer + "out_proj", (shape.hidden_size, sizes.inner_size), place, None, bias=False)
