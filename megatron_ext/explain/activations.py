@@ -50,8 +50,9 @@ def kept_bytes(shape: GptShape, topk: int) -> float:
     Returns:
         The mean over the layers of the decoder.
     """
-    parts = [part for layer in range(shape.num_layers) for part in shape.parts_of(layer)]
-    return sum(_of_part(shape, part, topk) for part in parts) / shape.num_layers
+    layers = range(shape.num_layers)
+    kept = [_of_part(shape.of_layer(layer), part, topk) for layer in layers for part in shape.parts_of(layer)]
+    return sum(kept) / shape.num_layers
 
 
 def _of_part(shape: GptShape, part: LayerPart, topk: int) -> int:
@@ -63,6 +64,8 @@ def _of_part(shape: GptShape, part: LayerPart, topk: int) -> int:
     if part == "delta_net":
         assert shape.delta_net is not None, "a shape with such layers has their sizes"
         return outside + _of_scan(shape.delta_net)
+    if part in ("attention_linear", "mlp_linear"):
+        return outside  # it keeps what it reads, which is what the norm makes
     if part == "mlp":
         return outside + _of_mlp(shape, shape.ffn_hidden_size)
     if part == "experts":
@@ -109,7 +112,7 @@ def _of_experts(shape: GptShape, topk: int) -> int:
 def _is_plain(shape: GptShape) -> bool:
     """Whether all layers are of the kind that Megatron's formula knows."""
     layers = {shape.parts_of(layer) for layer in range(shape.num_layers)}
-    return layers == {("attention", "mlp")} and shape.latent_attention is None
+    return layers == {("attention", "mlp")} and shape.latent_attention is None and not shape.layer_blocks
 
 
 def _megatron(asked: argparse.Namespace, shape: GptShape | None, micro_batches: int, **changed: Any) -> float:

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 from megatron_ext.params import GptShape, LatentAttention, ParamsError
+from megatron_ext.params.layer_parts import LayerBlock
 
 __all__ = ["shape_of"]
 
@@ -36,6 +39,7 @@ def shape_of(args: Any) -> GptShape | None:
             moe_ffn_hidden_size=args.moe_ffn_hidden_size,
             moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
             mtp_num_layers=args.mtp_num_layers or 0,
+            layer_blocks=_layer_blocks(args),
             max_sequence_length=_learned_positions(args),
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         )
@@ -47,6 +51,29 @@ def _learned_positions(args: Any) -> int:
     """Return how many positions the model learns; Megatron complains itself where it cannot be made."""
     learns = args.position_embedding_type == "learned_absolute"
     return int(args.max_position_embeddings or 0) if learns else 0
+
+
+def _layer_blocks(args: Any) -> tuple[LayerBlock, ...]:
+    """Return the layers of a heterogeneous model, none of any other.
+
+    Raises:
+        ParamsError: the file does not describe them.
+    """
+    if args.heterogeneous_layers_config_path is None:
+        return ()
+    from megatron.core.transformer.heterogeneous.heterogeneous_config import AttentionConfig, MLPConfig
+
+    try:
+        described = json.loads(Path(args.heterogeneous_layers_config_path).read_text(encoding="utf-8"))
+        return tuple(
+            LayerBlock.of(
+                AttentionConfig.build_config_from_dict(block, args.num_attention_heads),
+                MLPConfig.build_config_from_dict(block, args.hidden_size),
+            )
+            for block in described["block_configs"]
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ParamsError(f"{args.heterogeneous_layers_config_path}: {error}") from error
 
 
 def _latent_attention(args: Any) -> LatentAttention:

@@ -3,6 +3,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 from megatron_ext.options.common_verdicts import (
     APART,
     AS_A_PEER,
@@ -15,11 +19,13 @@ from megatron_ext.options.common_verdicts import (
     ON_A_GPU,
     ON_GPU_ALONE_HOT,
     PEER_ON_A_GPU,
+    PEERS,
     PEERS_BUNDLE,
     STRATEGIES,
+    WORKERS,
     WORKERS_ON_TE,
 )
-from megatron_ext.options.row import Asked, differs, given, row, says
+from megatron_ext.options.row import Asked, differs, everywhere, given, row, says
 from megatron_ext.options.verdict import needs_gpu, refused, tested
 
 __all__ = ["IMPLEMENTATIONS"]
@@ -29,11 +35,32 @@ _SCALES = refused(
     "use --bf16",
     named="--fp8-format, --fp4-format or --te-precision-config-file",
 )
-_ALIKE = refused("the parameter view, by which weights are exchanged, knows layers of one kind, or experts among them")
+_LAYERS_ALL_ALIKE = refused(
+    "Megatron 0.19 checks it, and makes layers that are all alike", "give the file: --heterogeneous-layers-config-path"
+)
+_EXPERTS_ALL_ALIKE = refused(
+    "Megatron 0.19 then makes experts in all layers, and the MLPs of the file in none", "drop one of them"
+)
+_WRONG_AXIS = refused(
+    "Megatron 0.19 gathers the outputs of a linear layer along another axis then, and the first step fails",
+    "drop --sequence-parallel, or the layers with replace_with_linear",
+)
 _UNFUSED = needs_gpu("Megatron's own attention is the only one on CPU", "use auto")
 _LOCAL = "use local, the default here"
 _BF16 = needs_gpu("it needs Transformer Engine, which needs a GPU", "use --bf16")
 _CUDA_KERNELS = needs_gpu("its kernels are CUDA kernels")
+
+
+def _has_linear_layers(args: Any) -> bool:
+    """Whether a heterogeneous model has a linear layer in place of attention or of an MLP."""
+    if args.heterogeneous_layers_config_path is None:
+        return False
+    try:
+        described = json.loads(Path(args.heterogeneous_layers_config_path).read_text(encoding="utf-8"))
+        parts = [block.get(part) or {} for block in described["block_configs"] for part in ("attention", "ffn", "mlp")]
+        return any(part.get("replace_with_linear") for part in parts)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False  # Megatron says what is wrong with the file
 
 
 def _attention(name: str) -> Asked:
@@ -268,9 +295,26 @@ IMPLEMENTATIONS = (
     row(
         "--heterogeneous-layers-config-path",
         cpu=tested(f"{BACKENDS}test_cpu_table.py::test_layers_of_different_kinds"),
-        local_sgd=_ALIKE,
-        hot_switch=_ALIKE,
-        sync_service=_ALIKE,
+        local_sgd=tested(
+            f"{WORKERS}test_heterogeneous_layers.py::test_workers_are_equal_after_a_round_and_a_run_resumes_bit_for_bit"
+        ),
+        hot_switch=tested(f"{STRATEGIES}test_heterogeneous_layers.py::test_hot_equals_static"),
+        sync_service=tested(
+            f"{PEERS}test_heterogeneous_peers.py"
+            "::test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding"
+        ),
+    ),
+    row(
+        "--heterogeneous-layers-config-path with --num-experts",
+        lambda args: bool(args.heterogeneous_layers_config_path and args.num_experts),
+        flags=("--heterogeneous-layers-config-path",),
+        **everywhere(_EXPERTS_ALL_ALIKE),
+    ),
+    row(
+        "--heterogeneous-layers-config-path with linear layers and --sequence-parallel",
+        lambda args: args.sequence_parallel and args.tensor_model_parallel_size > 1 and _has_linear_layers(args),
+        flags=("--heterogeneous-layers-config-path",),
+        **everywhere(_WRONG_AXIS),
     ),
     row(
         "--heterogeneous-layers-config-encoded-json without --heterogeneous-layers-config-path",
@@ -278,12 +322,6 @@ IMPLEMENTATIONS = (
             args.heterogeneous_layers_config_encoded_json and args.heterogeneous_layers_config_path is None
         ),
         flags=("--heterogeneous-layers-config-encoded-json",),
-        cpu=refused(
-            "Megatron 0.19 checks it, and makes layers that are all alike",
-            "give the file: --heterogeneous-layers-config-path",
-        ),
-        local_sgd=_ALIKE,
-        hot_switch=_ALIKE,
-        sync_service=_ALIKE,
+        **everywhere(_LAYERS_ALL_ALIKE),
     ),
 )

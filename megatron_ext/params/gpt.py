@@ -13,7 +13,7 @@ import torch
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.layer_parts import LayerPart
 from megatron_ext.params.layer_tensors import UnitPlace, column, norm, row, whole
-from megatron_ext.params.part_tensors import delta_net, sparse_indexer, state_space_layer
+from megatron_ext.params.part_tensors import delta_net, linear_part, sparse_indexer, state_space_layer
 from megatron_ext.params.tensors import (
     EMBEDDING_UNIT,
     FINAL_NORM_UNIT,
@@ -65,8 +65,8 @@ def gpt_parameters(shape: GptShape) -> tuple[GlobalTensor, ...]:
     tensors = list(_embedding(shape))
     for layer in range(shape.num_layers):
         place = UnitPlace(layer_unit(layer), layer)
-        for kind in shape.parts_of(layer):
-            tensors += _part(shape, f"decoder.layers.{layer}.", place, kind)
+        for part in shape.parts_of(layer):
+            tensors += _part(shape.of_layer(layer), f"decoder.layers.{layer}.", place, part)
     for depth in range(shape.mtp_num_layers):
         tensors += _prediction_layer(shape, depth)
     final_norm = "decoder.final_norm" if shape.layer_kinds else "decoder.final_layernorm"
@@ -120,22 +120,26 @@ def _vocabulary(shape: GptShape, name: str, unit: str, shared_with: tuple[str, .
     )
 
 
-def _part(shape: GptShape, prefix: str, place: UnitPlace, kind: LayerPart) -> Iterator[GlobalTensor]:
+def _part(shape: GptShape, prefix: str, place: UnitPlace, part: LayerPart) -> Iterator[GlobalTensor]:
     """A part of a layer, with the norm before it."""
-    if kind == "state_space":
+    mlp, attention = prefix + "mlp.", prefix + "self_attention."
+    if part == "state_space":
         yield from state_space_layer(shape, prefix, place)
-    elif kind in ("mlp", "experts"):
-        yield from norm(shape, prefix + "pre_mlp_layernorm", shape.hidden_size, place)
-        if kind == "experts":
-            yield from _experts(shape, prefix + "mlp.", place)
-        else:
-            yield from _mlp(shape, prefix + "mlp.", place, shape.ffn_hidden_size, bias=shape.add_bias_linear)
+        return
+    before = "pre_mlp_layernorm" if part in ("mlp", "experts", "mlp_linear") else "input_layernorm"
+    yield from norm(shape, prefix + before, shape.hidden_size, place)
+    if part == "experts":
+        yield from _experts(shape, mlp, place)
+    elif part == "mlp":
+        yield from _mlp(shape, mlp, place, shape.ffn_hidden_size, bias=shape.add_bias_linear)
+    elif part == "mlp_linear":
+        yield from linear_part(shape, mlp, place)
+    elif part == "attention_linear":
+        yield from linear_part(shape, attention, place)
+    elif part == "delta_net":
+        yield from delta_net(shape, attention, place)
     else:
-        yield from norm(shape, prefix + "input_layernorm", shape.hidden_size, place)
-        if kind == "delta_net":
-            yield from delta_net(shape, prefix + "self_attention.", place)
-        else:
-            yield from _attention(shape, prefix + "self_attention.", place, is_sparse=kind == "sparse_attention")
+        yield from _attention(shape, attention, place, is_sparse=part == "sparse_attention")
 
 
 def _prediction_layer(shape: GptShape, depth: int) -> Iterator[GlobalTensor]:
@@ -145,8 +149,8 @@ def _prediction_layer(shape: GptShape, depth: int) -> Iterator[GlobalTensor]:
     for name in ("enorm", "hnorm"):
         yield from norm(shape, prefix + name, shape.hidden_size, place)
     yield column(shape, prefix + "eh_proj.weight", (shape.hidden_size, 2 * shape.hidden_size), place, None)
-    for number, kind in enumerate(shape.prediction_parts):
-        yield from _part(shape, f"{inner}layers.{number}." if shape.layer_kinds else inner, place, kind)
+    for number, part in enumerate(shape.prediction_parts):
+        yield from _part(shape, f"{inner}layers.{number}." if shape.layer_kinds else inner, place, part)
     yield from norm(shape, prefix + "final_layernorm", shape.hidden_size, place)
 
 

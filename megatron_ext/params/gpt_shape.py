@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer
-from megatron_ext.params.layer_parts import LayerPart
+from megatron_ext.params.layer_parts import LayerBlock, LayerPart
 from megatron_ext.params.state_space import StateSpace
 from megatron_ext.params.tensors import ParamsError, require_sizes
 
@@ -137,6 +137,9 @@ class GptShape:
     mtp_layer_kinds: tuple[LayerPart, ...] = ()
     """The same of what one layer of multi-token prediction is made of."""
 
+    layer_blocks: tuple[LayerBlock, ...] = ()
+    """What each layer of a heterogeneous model is; empty where all layers have the sizes above."""
+
     state_space: StateSpace | None = None
     """Sizes of the state-space layers; None without any."""
 
@@ -204,6 +207,11 @@ class GptShape:
             raise ParamsError(
                 f"GPT shape: layer_kinds must have one entry per layer ({self.num_layers}), got {len(self.layer_kinds)}"
             )
+        if self.layer_blocks and len(self.layer_blocks) != self.num_layers:
+            raise ParamsError(
+                f"GPT shape: layer_blocks must have one entry per layer ({self.num_layers}), "
+                f"got {len(self.layer_blocks)}"
+            )
         if self.layer_kinds and self.mtp_num_layers and not self.mtp_layer_kinds:
             raise ParamsError("GPT shape: mtp_num_layers asks for layers, but mtp_layer_kinds does not say of what")
         for kind, field, given in (
@@ -248,6 +256,8 @@ class GptShape:
 
     def parts_of(self, layer: int) -> tuple[LayerPart, ...]:
         """Return what decoder layer ``layer`` (from 0) is made of: two parts in a GPT, one in a hybrid model."""
+        if self.layer_blocks:
+            return self.layer_blocks[layer].parts
         if self.layer_kinds:
             return (self.layer_kinds[layer],)
         attention: LayerPart = "attention" if self.sparse_indexer is None else "sparse_attention"
@@ -255,9 +265,28 @@ class GptShape:
             attention = "delta_net"
         return (attention, "experts" if self.is_moe_layer(layer) else "mlp")
 
+    def of_layer(self, layer: int) -> GptShape:
+        """Return the model's shape with the sizes that decoder layer ``layer`` (from 0) has.
+
+        Raises:
+            ParamsError: they do not go together.
+        """
+        if not self.layer_blocks:
+            return self
+        block = self.layer_blocks[layer]
+        return replace(
+            self,
+            num_query_groups=block.num_query_groups or self.num_query_groups,
+            ffn_hidden_size=block.ffn_hidden_size or self.ffn_hidden_size,
+        )
+
     @property
     def prediction_parts(self) -> tuple[LayerPart, ...]:
-        """What a layer of multi-token prediction is made of: in a GPT it is of the last decoder layer's kind."""
+        """What a layer of multi-token prediction is made of: in a GPT it is of the last decoder layer's kind, in a
+        heterogeneous model attention and an MLP of the model's own sizes.
+        """
+        if self.layer_blocks:
+            return ("attention", "mlp")
         return self.mtp_layer_kinds if self.layer_kinds else self.parts_of(self.num_layers - 1)
 
     def is_moe_layer(self, layer: int) -> bool:

@@ -15,7 +15,7 @@ from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer, vari
 from megatron_ext.params.checks import check_chunk
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.hybrid_pattern import kinds_of_pattern, stages_of_pattern
-from megatron_ext.params.layer_parts import LayerPart
+from megatron_ext.params.layer_parts import LayerBlock, LayerPart
 from megatron_ext.params.layout import DEFAULT_ORDER, Coordinates, Layout, uneven_layers
 from megatron_ext.params.placement import Placement
 from megatron_ext.params.state_space import StateSpace
@@ -24,7 +24,6 @@ from megatron_ext.params.view import LocalParameter, ParameterView, match_chunk
 
 UNSUPPORTED_OPTIONS = {
     "mla_down_proj_fusion": "multi-latent attention with fused down projections",
-    "heterogeneous_block_specs": "heterogeneous layers",
     "moe_single_grouped_weight": "one weight for all experts of a rank",
     "moe_single_grouped_bias": "one bias for all experts of a rank",
     "use_kitchen": "Kitchen linear layers",
@@ -97,6 +96,7 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
         moe_layers=tuple(kind == "experts" for kind in kinds) or _moe_layers(config),
         layer_kinds=kinds,
         mtp_layer_kinds=predicting,
+        layer_blocks=_layer_blocks(config) if config.heterogeneous_block_specs else (),
         state_space=_state_space(config) if "state_space" in kinds + predicting else None,
         mtp_num_layers=_prediction_layers(config),
         moe_shared_expert_intermediate_size=config.moe_shared_expert_intermediate_size,
@@ -105,6 +105,11 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
         moe_router_quantile_balancing=balancing == "quantile_balancing",
         dtype=config.params_dtype,
     )
+
+
+def _layer_blocks(config: Any) -> tuple[LayerBlock, ...]:
+    """The layers of a heterogeneous model."""
+    return tuple(LayerBlock.of(block.attention, block.mlp) for block in config.per_block_parameters)
 
 
 def _latent_attention(config: Any) -> LatentAttention:

@@ -20,9 +20,11 @@ _GLOBAL_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 FUSED_NORMS = {
     "self_attention.linear_qkv.layer_norm_": "input_layernorm.",
     "self_attention.in_proj.layer_norm_": "input_layernorm.",
+    "self_attention.layer_norm_": "input_layernorm.",
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "mlp.layer_norm_": "pre_mlp_layernorm.",
     "mixer.in_proj.layer_norm_": "norm.",
 }
 # The convolution was a module of its own before Megatron 0.19, and still is in checkpoints.

@@ -50,6 +50,19 @@ def sparse_indexer(shape: GptShape, query_size: int, prefix: str, place: UnitPla
     yield whole(shape, prefix + "linear_weights_proj.weight", (sizes.heads, shape.hidden_size), place)
 
 
+def linear_part(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
+    """The tensors of one linear layer in place of attention or of an MLP, of whose outputs each rank makes a part.
+
+    Args:
+        shape: the model.
+        prefix: of what it stands for, as ``decoder.layers.0.mlp.``.
+        place: what they belong to.
+    """
+    yield column(shape, prefix + "weight", (shape.hidden_size, shape.hidden_size), place, None)
+    if shape.add_bias_linear:
+        yield column(shape, prefix + "bias", (shape.hidden_size,), place, None)
+
+
 def state_space_layer(shape: GptShape, prefix: str, place: UnitPlace) -> Iterator[GlobalTensor]:
     """The tensors of one layer.
 

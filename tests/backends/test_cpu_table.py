@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The options that the support table calls tested on CPU do their work there."""
 
-import json
 import os
 import re
 import subprocess
@@ -14,23 +13,11 @@ import torch
 from tests.backends.runs import losses, stock
 from tests.options.test_parser import newest
 from tests.support.distributed import REPOSITORY, SINGLE_THREADED
+from tests.support.heterogeneous import heterogeneous
 from tests.support.megatron_checkout import python_path
 from tests.support.presets import LAYOUTS, MOE, PRECISIONS, Options, command_line, toy_gpt
 from tests.support.pretrain import run_pretrain
 
-SCALED_LLAMA: Options = {
-    "swiglu": True,
-    "no_bias_swiglu_fusion": True,
-    "normalization": "RMSNorm",
-    "group_query_attention": True,
-    "num_query_groups": 2,
-    "position_embedding_type": "rope",
-    "use_rotary_position_embeddings": True,
-    "use_rope_scaling": True,
-    "no_rope_fusion": True,
-    "untie_embeddings_and_output_weights": True,
-    "disable_bias_linear": True,
-}
 WATCHING: Options = {
     "check_weight_hash_across_dp_replicas_interval": 1,
     "exit_signal_handler": True,
@@ -118,33 +105,9 @@ def test_multi_token_prediction():
     assert not any("mtp." in name for name in ranks[0].parameters[0])
 
 
-def block(**attention):
-    """Return what a layer of its own kind is made of."""
-    kept = {"replace_with_linear": False, "window_length": None, "num_sink_tokens": None}
-    return {
-        "attention": {**kept, **attention},
-        "ffn": {"no_op": False, "replace_with_linear": False, "ffn_mult": 1.5},
-    }
-
-
-LAYERS = {
-    "hidden_act": "silu",
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "tie_word_embeddings": False,
-    "rope_theta": 10000,
-    "rope_scaling": {"factor": 8.0},
-    "block_configs": [block(no_op=False, n_heads_in_group=2), block(no_op=True, n_heads_in_group=None)],
-}
-
-
 @newest
 def test_layers_of_different_kinds(tmp_path):
-    file = tmp_path / "layers.json"
-    file.write_text(json.dumps(LAYERS))
-    options = {**SCALED_LLAMA, "heterogeneous_layers_config_path": os.fspath(file)}
-    ranks = stock(toy_gpt(options, lr=1e-2), 1)
+    ranks = stock(toy_gpt(heterogeneous(tmp_path), lr=1e-2), 1)
     assert losses(ranks) == sorted(losses(ranks), reverse=True)
     names = "\n".join(ranks[0].parameters[0])
     assert "layers.0.self_attention.linear_qkv" in names and "layers.1.self_attention.linear_qkv" not in names

@@ -12,6 +12,7 @@ from megatron_ext.explain.activations import activations, kept_bytes
 from megatron_ext.explain.step_traffic import activation_traffic
 from megatron_ext.params import GptShape, LatentAttention
 from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer
+from megatron_ext.params.layer_parts import LayerBlock
 from megatron_ext.params.state_space import StateSpace
 
 ASKED: dict[str, Any] = {
@@ -95,6 +96,17 @@ def test_layers_of_a_hybrid_model_are_one_part_each() -> None:
 def test_a_delta_net_stands_in_place_of_attention() -> None:
     shape = replace(DENSE, delta_net=replace(DELTA_NET, layers=(True,) * 4 + (False,) * 4))
     assert kept_bytes(shape, 0) == kept_bytes(DENSE, 0) + (DELTA_NET_BYTES - 8 * 64) / 2
+
+
+def test_layers_of_a_heterogeneous_model_keep_what_their_own_parts_do():
+    blocks = (
+        LayerBlock(parts=("attention", "mlp"), ffn_hidden_size=96),
+        LayerBlock(parts=("attention_linear",)),
+        LayerBlock(parts=()),
+        LayerBlock(parts=("mlp",)),
+    )
+    parts = (13 * 64) + (5 * 64 + 4 * 96) + 5 * 64 + (5 * 64 + 4 * 256)
+    assert kept_bytes(replace(DENSE, num_layers=4, layer_blocks=blocks), 0) == parts / 4
 
 
 def sent(shape: GptShape, **changed: Any) -> dict[str, int]:

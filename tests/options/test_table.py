@@ -53,11 +53,10 @@ def test_the_docs_are_the_table():
 def test_what_the_parameter_view_does_not_know_is_refused_where_options_are_read():
     from megatron_ext.params.live_model import UNSUPPORTED_OPTIONS
 
-    elsewhere = {"heterogeneous_block_specs": "--heterogeneous-layers-config-path"}
     rows = {row.option: row for row in ROWS}
     # Kitchen's options are there only where that library is.
     for field in UNSUPPORTED_OPTIONS.keys() - {"use_kitchen"}:
-        verdicts = rows[elsewhere.get(field, "--" + field.replace("_", "-"))].verdicts
+        verdicts = rows["--" + field.replace("_", "-")].verdicts
         assert all(verdicts[feature].refuses for feature in ("local-sgd", "hot-switch", "sync-service")), field
 
 
@@ -309,7 +308,9 @@ DOUBTFUL = [
     "--moe-router-topk 9 --num-experts 4 --disable-bias-linear",
     "--log-interval 0",
     "--eval-interval 0",
-    "--heterogeneous-layers-config-path layers.json",
+    "--heterogeneous-layers-config-path layers.json --num-experts 4 --disable-bias-linear",
+    f"--heterogeneous-layers-config-path {Path(__file__).with_name('linear_layers.json')}"
+    " --tensor-model-parallel-size 2 --sequence-parallel",
     "--heterogeneous-layers-config-encoded-json {}",
     "--num-experts 4 --tensor-model-parallel-size 2",
     "--moe-shared-expert-intermediate-size 16 --num-experts 4 --expert-model-parallel-size 2",

@@ -91,11 +91,12 @@ def model_problems(strategy: Strategy, shape: GptShape, together: Sequence[Strat
             f"{name}: {shape.num_attention_heads} attention heads cannot be divided over tp = {tp}; "
             f"use a tp that divides {shape.num_attention_heads}"
         )
-    elif shape.query_groups % tp and tp % shape.query_groups:
-        problems.append(
-            f"{name}: tp = {tp} is neither a divisor nor a multiple of the {shape.query_groups} query groups; "
-            f"use one that is"
-        )
+    else:
+        problems += [
+            f"{name}: tp = {tp} is neither a divisor nor a multiple of the {groups} query groups; use one that is"
+            for groups in sorted({shape.of_layer(layer).query_groups for layer in range(shape.num_layers)})
+            if groups % tp and tp % groups
+        ]
     for what, width in _widths(shape):
         if width % tp:
             problems.append(f"{name}: {what} {width} cannot be divided over tp = {tp}; change one of them")
@@ -130,8 +131,11 @@ def _row_problems(strategy: Strategy, length: int) -> list[str]:
 def _widths(shape: GptShape) -> list[tuple[str, int]]:
     """What tensor parallelism cuts in addition to heads and vocabulary, under the names of the shape's fields."""
     widths = []
-    if not all(shape.is_moe_layer(layer) for layer in range(shape.num_layers)):
-        widths.append(("ffn_hidden_size", shape.ffn_hidden_size))
+    layers = range(shape.num_layers)
+    dense = {shape.of_layer(layer).ffn_hidden_size for layer in layers if "mlp" in shape.parts_of(layer)}
+    widths += [("ffn_hidden_size", width) for width in sorted(dense)]
+    if any(part in shape.parts_of(layer) for layer in layers for part in ("attention_linear", "mlp_linear")):
+        widths.append(("hidden_size", shape.hidden_size))
     if shape.num_moe_experts and shape.moe_shared_expert_intermediate_size is not None:
         widths.append(("moe_shared_expert_intermediate_size", shape.moe_shared_expert_intermediate_size))
     latent = shape.latent_attention

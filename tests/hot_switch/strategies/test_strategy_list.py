@@ -12,9 +12,19 @@ from megatron_ext.hot_switch import PRESETS, Bucket, Strategy, check_strategies,
 from megatron_ext.hot_switch.strategies.guest_experts import experts_fit, experts_of_guest
 from megatron_ext.hot_switch.strategies.pipeline_stages import stages_of_guest
 from megatron_ext.params import GptShape
+from megatron_ext.params.layer_parts import LayerBlock
 
 LLAMA = PRESETS["llama-7b"]
 MOE = replace(LLAMA, num_moe_experts=8, moe_ffn_hidden_size=1536, moe_shared_expert_intermediate_size=1020)
+NARROW_LAYERS = replace(
+    LLAMA,
+    num_layers=2,
+    num_attention_heads=36,
+    layer_blocks=(
+        LayerBlock(parts=("attention", "mlp"), num_query_groups=4, ffn_hidden_size=100),
+        LayerBlock(parts=("attention_linear",)),
+    ),
+)
 
 
 def test_home_is_first_and_runs_last_and_guests_run_shortest_bucket_first() -> None:
@@ -127,6 +137,9 @@ def test_bucket_sizes_that_do_not_fit_are_refused(sizes: list[int], complaint: s
         ({"tp": 5}, LLAMA, "32 attention heads cannot be divided over tp = 5; use a tp that divides 32"),
         ({"tp": 3}, LLAMA, "ffn_hidden_size 11008 cannot be divided over tp = 3"),
         ({"tp": 6}, replace(LLAMA, num_query_groups=4, num_attention_heads=36), "tp = 6 is neither a divisor nor a"),
+        ({"tp": 3}, NARROW_LAYERS, "ffn_hidden_size 100 cannot be divided over tp = 3; change"),
+        ({"tp": 6}, NARROW_LAYERS, "tp = 6 is neither a divisor nor a multiple of the 4 query groups"),
+        ({"tp": 3}, NARROW_LAYERS, "hidden_size 4096 cannot be divided over tp = 3; change"),
         ({"tp": 3}, LLAMA, "a vocabulary of 30592 rows cannot be divided over tp = 3; pad it to 30594, which suits"),
         ({"pp": 3}, LLAMA, "32 layers cannot be divided over pp*vpp = 3 chunks; use sizes that divide them, or first"),
         ({"pp": 4, "vpp": 3}, LLAMA, "32 layers cannot be divided over pp*vpp = 12 chunks"),
