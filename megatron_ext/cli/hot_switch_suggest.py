@@ -315,6 +315,6 @@ def _flags(options: argparse.Namespace, best: Suggestion) -> str:
         flags += ["--recompute-method", "uniform", "--recompute-num-layers", "1"]
     if options.gpus_per_node != HotSwitchConfig().hot_switch_gpus_per_node:
         flags += ["--hot-switch-gpus-per-node", str(options.gpus_per_node)]
-    if options.attention != HotSwitchConfig().hot_switch_attention:
+    if options.attention != "documents":
         flags += ["--hot-switch-attention", options.attention]
     return " ".join(flags)

@@ -14,7 +14,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
 from megatron_ext.hot_switch.data.conversations import conversation_problems
 from megatron_ext.hot_switch.data.corpora import check_corpora, training_corpora
-from megatron_ext.hot_switch.model_config import circumstance_of
+from megatron_ext.hot_switch.model_config import attention_of, circumstance_of
 from megatron_ext.hot_switch.model_shape import shape_of
 from megatron_ext.hot_switch.planning.plan import MOST_GPUS_PER_NODE
 from megatron_ext.hot_switch.planning.senders import ALGORITHMS
@@ -25,6 +25,7 @@ from megatron_ext.hot_switch.strategies.strategy_checks import sizes_are_usable
 from megatron_ext.hot_switch.strategies.strategy_file import read_strategy_file
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList, check_strategies, parse_strategies
 from megatron_ext.options import refusals
+from megatron_ext.options.asked import attention_variant
 from megatron_ext.params import ParamsError
 
 __all__ = ["adjust_arguments", "argument_problems", "strategies_of", "take_home"]
@@ -66,16 +67,15 @@ def argument_problems(args: Any, feature: str) -> list[str]:
         problems.append(
             f"--hot-switch-algorithm {config.hot_switch_algorithm} is not known; use one of {', '.join(ALGORITHMS)}"
         )
-    if config.hot_switch_attention not in ATTENTIONS:
-        problems.append(
-            f"--hot-switch-attention {config.hot_switch_attention} is not known; use one of {', '.join(ATTENTIONS)}"
-        )
+    attention = attention_of(args)
+    if attention not in ATTENTIONS:
+        problems.append(f"--hot-switch-attention {attention} is not known; use one of {', '.join(ATTENTIONS)}")
     if getattr(args, "local_sgd_sync_in_forward", False):
         problems.append(
             "--local-sgd-sync-in-forward is not supported with hot switching: guests need the synced weights before "
             "home's forward pass; drop it"
         )
-    if config.hot_switch_attention in ATTENTIONS:
+    if attention in ATTENTIONS:
         problems += refusals(args, feature, circumstance_of(args))
     return problems + _corpus_problems(args) + refusals(args, feature)
 
@@ -148,6 +148,8 @@ def _for_guests(args: Any, strategies: list[Strategy | None], problems: list[str
 
 
 def _from_file(args: Any, path: Path) -> StrategyList:
+    if not path.is_file():
+        raise UserError(f"--hot-switch-strategy-file {path}: there is no such file; give the path of a YAML file")
     listed = read_strategy_file(
         path, world_size=_ranks(args), whose_ranks=_whose(args), seq_length=args.seq_length, shape=shape_of(args)
     )
@@ -187,6 +189,11 @@ def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
             for strategy, bucket in zip(strategies.strategies, strategies.buckets, strict=True)
         ).replace(" then ", ", guests " if len(strategies.strategies) > 2 else ", guest ", 1)
     ]
+    if attention_of(args) == "padded" and args.hot_switch_attention is None:
+        lines.append(
+            "hot switching: --hot-switch-attention is padded: in a packed row Gated DeltaNet would carry what it has "
+            "seen of a document on to the next one"
+        )
     if args.hot_switch_strategy_file is not None:
         lines += _take_from_file(args, home)
     if not args.calculate_per_token_loss:
@@ -344,6 +351,14 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
             for strategy in listed.strategies
             if strategy.tp > 1 and not strategy.sequence_parallel
         ]
+    if attention_variant(args) == "gated_delta_net":
+        problems += [
+            f"strategy {strategy.label}: Megatron adds up the gradients of Gated DeltaNet's norms over tensor-parallel "
+            "ranks only with sequence parallelism; add --sequence-parallel, or sequence_parallel: true in "
+            "--hot-switch-strategy-file"
+            for strategy in listed.strategies
+            if strategy.tp > 1 and not strategy.sequence_parallel
+        ]
     if args.num_experts and args.add_bias_linear:
         problems += _expert_bias_problems(args, listed.strategies)
     if args.use_tp_pp_dp_mapping:
@@ -354,7 +369,7 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
             for strategy in listed.strategies
             if not experts_fit(strategy, stages_before_replicas=True)
         ]
-    if config.hot_switch_attention == "rows":
+    if attention_of(args) == "rows":
         problems += [
             f"strategy {strategy.label}: --hot-switch-attention rows needs whole rows, which context parallelism cuts; "
             "use documents, the default"

@@ -9,8 +9,8 @@ from megatron_ext.config_options import FromArgs, flag
 
 __all__ = ["ATTENTIONS", "HotSwitchConfig"]
 
-ATTENTIONS = ("documents", "rows")
-"""What attention can be computed over."""
+ATTENTIONS = ("documents", "rows", "padded")
+"""How layers can keep the documents of a row apart."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,10 +46,12 @@ class HotSwitchConfig(FromArgs):
     """How senders are chosen where several ranks hold the same part: balanced, joint (links within and between nodes
     together), greedy, round-robin or fcfs."""
 
-    hot_switch_attention: str = "documents"
-    """How attention is computed in packed rows. documents: one document at a time, by torch's scaled dot product
-    attention, which keeps no scores. rows: by Megatron's own unfused attention over whole rows with a mask, whose time
-    and memory grow with the square of a row's length."""
+    hot_switch_attention: str | None = None
+    """How documents are kept apart. documents: rows are packed, and attention is computed one document at a time, by
+    torch's scaled dot product attention, which keeps no scores. rows: by Megatron's own unfused attention over whole
+    packed rows with a mask, whose time and memory grow with the square of a row's length. padded: as documents, but a
+    row has one document and padding, as layers need that carry what they have seen on to whatever follows. Unless given
+    it is documents, and padded with Gated DeltaNet."""
 
     hot_switch_direct_bytes: int | None = flag("--hot-switch-direct-bytes", None, type=int)
     """Parts of a switch from this size on travel as messages of their own, smaller ones together. Unless given it is

@@ -27,7 +27,7 @@ from megatron_ext.hot_switch.arguments import adjust_arguments, argument_problem
 from megatron_ext.hot_switch.config import HotSwitchConfig
 from megatron_ext.hot_switch.data.batches import BatchReader
 from megatron_ext.hot_switch.data.training_documents import open_documents
-from megatron_ext.hot_switch.model_config import refused_config
+from megatron_ext.hot_switch.model_config import attention_of, refused_config
 from megatron_ext.hot_switch.runtime import prediction_losses
 from megatron_ext.hot_switch.runtime.loading import order_changes, refuse_other_vocabulary
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList
@@ -155,12 +155,12 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
             sizes = replace(sizes, direct_bytes=config.hot_switch_direct_bytes)
         states = strategies.parallel_states()
         listed = self._require_strategies().strategies
-        self._home = PlacedModel(listed[0], states[0], context.model, attention=config.hot_switch_attention)
+        self._home = PlacedModel(listed[0], states[0], context.model, attention=attention_of(run_options()))
         options = SwitchOptions(
             group=group,
             gpus_per_node=config.hot_switch_gpus_per_node,
             algorithm=config.hot_switch_algorithm,
-            attention=config.hot_switch_attention,
+            attention=self._home.attention,
             sizes=sizes,
             frozen=frozen_names(self._home.view, group),
         )
@@ -194,7 +194,9 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
             )
         listed = self._require_strategies()
         index, count = hooks.data_part(context.args)
-        reader = BatchReader(open_documents(context.args), listed, seed=context.args.seed, part=(index, count))
+        packs = self._home.attention != "padded"
+        documents = open_documents(context.args)
+        reader = BatchReader(documents, listed, seed=context.args.seed, part=(index, count), packs=packs)
         part = f", of which this job reads part {index} of {count}" if count > 1 else ""
         say(
             f"hot switching: {reader.sequences_per_epoch} sequences per epoch{part}, "

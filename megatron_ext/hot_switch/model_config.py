@@ -8,16 +8,23 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_ext.options import FEATURES, ROWS, refused_rows
+from megatron_ext.options.asked import attention_variant
 from megatron_ext.run_options import all_options
 
-__all__ = ["circumstance_of", "refused_config"]
+__all__ = ["attention_of", "circumstance_of", "refused_config"]
 
 _FEATURE = "hot-switch"
 
 
+def attention_of(args: Any) -> str:
+    """Return how documents are kept apart, one of `ATTENTIONS`: as was asked for, or as the layers need it."""
+    asked: str | None = args.hot_switch_attention
+    return asked or ("padded" if attention_variant(args) == "gated_delta_net" else "documents")
+
+
 def circumstance_of(args: Any) -> str:
     """Return what of hot switching's own options decides whether some of Megatron's go with it."""
-    return f"--hot-switch-attention {args.hot_switch_attention}"
+    return f"--hot-switch-attention {attention_of(args)}"
 
 
 def refused_config(args: Any, config: Any) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_ext.params import GptShape, LatentAttention, ParamsError
+from megatron_ext.params.attention_variants import delta_net_of
 from megatron_ext.params.layer_parts import LayerBlock
 
 __all__ = ["shape_of"]
@@ -40,6 +41,7 @@ def shape_of(args: Any) -> GptShape | None:
             moe_shared_expert_intermediate_size=args.moe_shared_expert_intermediate_size,
             mtp_num_layers=args.mtp_num_layers or 0,
             layer_blocks=_layer_blocks(args),
+            delta_net=delta_net_of(args),
             max_sequence_length=_learned_positions(args),
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["asks_to_switch", "builds_from_config", "packs_documents"]
+__all__ = ["asks_to_switch", "attention_variant", "builds_from_config", "packs_documents"]
 
 
 def asks_to_switch(args: Any) -> bool:
@@ -16,6 +16,13 @@ def asks_to_switch(args: Any) -> bool:
     """
     given = (getattr(args, name, None) for name in ("hot_switch_strategies", "hot_switch_strategy_file"))
     return any(value is not None for value in given)
+
+
+def attention_variant(args: Any) -> str | None:
+    """Return the variant of attention that a GPT's layers have, by one name in all releases; None for softmax."""
+    variant: str | None = args.experimental_attention_variant
+    # Upstream's main has a shorter name for one.
+    return "gated_delta_net" if variant == "gdn" else variant
 
 
 def packs_documents(args: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_ext.options.asked import builds_from_config
+from megatron_ext.options.asked import asks_to_switch, attention_variant, builds_from_config
 from megatron_ext.options.common_verdicts import (
     BUNDLE,
     CURRENT_LAYERS,
@@ -19,6 +19,7 @@ from megatron_ext.options.common_verdicts import (
     PEERS,
     PEERS_BUNDLE,
     PEERS_CURRENT_LAYERS,
+    STRATEGIES,
     UNKNOWN_TENSORS,
     WORKERS,
 )
@@ -49,6 +50,20 @@ _FORMER_MTP = refused(
 )
 _OF_HYBRIDS = accepted("it says nothing without --hybrid-layer-pattern")
 
+_ORDINARY_SOFTMAX = refused(
+    "attention by document has the ordinary softmax only",
+    "use --transformer-impl local with --hot-switch-attention rows",
+)
+_SWITCHED_VARIANTS = tested(f"{STRATEGIES}test_delta_net.py::test_hot_equals_static")
+_ADDS_UP_WITH_SP_ALONE = refused(
+    "Megatron 0.19 adds up the gradients of its norms over tensor-parallel ranks only with sequence parallelism, and "
+    "without it these weights drift apart",
+    "add --sequence-parallel",
+)
+_CARRIED_ON = refused(
+    "its layers carry what they have seen of a document on to the next one of a packed row",
+    "use --hot-switch-attention padded, which is the default with it",
+)
 _PREDICTS_OTHERWISE = refused(
     "Megatron 0.19 makes the layers that predict further tokens of another kind, or fails where it builds them"
 )
@@ -73,9 +88,7 @@ def _pattern(args: Any) -> str:
 
 def _attention_variants(args: Any) -> str | None:
     """Return the variants that the model has, with what else all peers must have in common of them."""
-    # Upstream's main has a shorter name for one.
-    given_one = args.experimental_attention_variant
-    asked = ["gated_delta_net" if given_one == "gdn" else given_one]
+    asked = [attention_variant(args)]
     asked += [variant for letter, variant in (("D", "dsa"), ("G", "gated_delta_net")) if letter in _pattern(args)]
     said = []
     for variant in dict.fromkeys(filter(None, asked)):
@@ -283,8 +296,31 @@ LAYER_FUNCTION = (
         "--experimental-attention-variant",
         given("experimental_attention_variant"),
         cpu=NO_TE_ON_CPU,
-        hot_switch=ON_GPU_ALONE_HOT,
+        hot_switch=_SWITCHED_VARIANTS.but("--hot-switch-attention documents", _CARRIED_ON).but(
+            "--hot-switch-attention rows", _CARRIED_ON
+        ),
         peers_share=_attention_variants,
+        local_sgd=CURRENT_LAYERS,
+        sync_service=PEERS_CURRENT_LAYERS,
+    ),
+    row(
+        "--experimental-attention-variant gated_delta_net with tensor parallelism and without --sequence-parallel",
+        lambda args: (
+            "gated_delta_net" in (_attention_variants(args) or "").split()
+            and args.tensor_model_parallel_size > 1
+            and not args.sequence_parallel
+            and not asks_to_switch(args)  # which checks each strategy
+        ),
+        flags=("--experimental-attention-variant",),
+        **everywhere(_ADDS_UP_WITH_SP_ALONE),
+    ),
+    row(
+        "--experimental-attention-variant dsa",
+        lambda args: attention_variant(args) not in (None, "gated_delta_net"),
+        cpu=NO_TE_ON_CPU,
+        hot_switch=refused(
+            "its indexer has a loss of its own over all positions, and strategies have different numbers of padding"
+        ),
         local_sgd=CURRENT_LAYERS,
         sync_service=PEERS_CURRENT_LAYERS,
     ),
@@ -303,12 +339,8 @@ LAYER_FUNCTION = (
         cpu=BUNDLE,
         local_sgd=BUNDLE,
         hot_switch=HOT_BUNDLE.but(
-            "--hot-switch-attention documents",
-            refused(
-                "attention by document has the ordinary softmax only",
-                "use --transformer-impl local with --hot-switch-attention rows",
-            ),
-        ),
+            "--hot-switch-attention documents", _ORDINARY_SOFTMAX
+        ).but("--hot-switch-attention padded", _ORDINARY_SOFTMAX),
         sync_service=PEERS_BUNDLE,
         peers_share="softmax_type",
         in_config=("transformer.softmax_type",),

@@ -40,7 +40,7 @@ CIRCUMSTANCES: Mapping[str, frozenset[str]] = MappingProxyType(
                 "--local-sgd-use-async",
             }
         ),
-        "hot-switch": frozenset({"--hot-switch-attention documents", "--hot-switch-attention rows"}),
+        "hot-switch": frozenset(f"--hot-switch-attention {way}" for way in ("documents", "rows", "padded")),
         "spes": frozenset({"frozen experts", "--spes-using-decayed-aux-loss"}),
     }
 )

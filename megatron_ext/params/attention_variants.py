@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.params.layer_parts import LayerPart
 from megatron_ext.params.tensors import require_sizes
 
 
@@ -73,3 +75,37 @@ class SparseIndexer:
     def __post_init__(self) -> None:
         """Refuse sizes that cannot be."""
         require_sizes("sparse attention", self, ("heads", "head_dim"))
+
+
+def delta_net_of(asked: Any, kinds: Sequence[LayerPart] = ()) -> DeltaNet | None:
+    """Return the sizes of Gated DeltaNet; None where no layer has it.
+
+    Args:
+        asked: the model's config, or Megatron's validated arguments.
+        kinds: of the layers of a hybrid model; none of a GPT, whose variant of attention tells.
+    """
+    if variant_of(asked) != "gated_delta_net" and "delta_net" not in kinds:
+        return None
+    return DeltaNet(
+        layers=() if kinds else _delta_net_layers(asked),
+        key_heads=asked.linear_num_key_heads,
+        value_heads=asked.linear_num_value_heads,
+        key_head_dim=asked.linear_key_head_dim,
+        value_head_dim=asked.linear_value_head_dim,
+        conv_width=asked.linear_conv_kernel_dim,
+    )
+
+
+def sparse_indexer_of(asked: Any) -> SparseIndexer | None:
+    """Return the sizes of sparse attention's indexer; None without it. See `delta_net_of`."""
+    if variant_of(asked) != "dsa":
+        return None
+    return SparseIndexer(heads=asked.dsa_indexer_n_heads, head_dim=asked.dsa_indexer_head_dim)
+
+
+def _delta_net_layers(asked: Any) -> tuple[bool, ...]:
+    # A number says how often there is a layer of softmax attention.
+    frequency = asked.linear_attention_freq
+    if isinstance(frequency, int):
+        return tuple(bool((layer + 1) % frequency) for layer in range(asked.num_layers))
+    return tuple(bool(flag) for flag in frequency)

@@ -11,11 +11,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.params.attention_variants import DeltaNet, SparseIndexer, variant_of
+from megatron_ext.params.attention_variants import delta_net_of, sparse_indexer_of, variant_of
 from megatron_ext.params.checks import check_chunk
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.hybrid_pattern import kinds_of_pattern, stages_of_pattern
-from megatron_ext.params.layer_parts import LayerBlock, LayerPart
+from megatron_ext.params.layer_parts import LayerBlock
 from megatron_ext.params.layout import DEFAULT_ORDER, Coordinates, Layout, uneven_layers
 from megatron_ext.params.placement import Placement
 from megatron_ext.params.state_space import StateSpace
@@ -87,8 +87,8 @@ def shape_of(model: Any, vocab_size: int | None = None) -> GptShape:
         qk_layernorm=config.qk_layernorm,
         qk_norm_over_heads=getattr(config, "qk_norm_over_heads", False),  # by megatron_ext.layer_specs
         latent_attention=_latent_attention(config) if config.multi_latent_attention else None,
-        delta_net=_delta_net(config, kinds + predicting),
-        sparse_indexer=_sparse_indexer(config),
+        delta_net=delta_net_of(config, kinds + predicting),
+        sparse_indexer=sparse_indexer_of(config),
         normalization=config.normalization,
         num_moe_experts=config.num_moe_experts,
         moe_ffn_hidden_size=config.moe_ffn_hidden_size,
@@ -121,34 +121,6 @@ def _latent_attention(config: Any) -> LatentAttention:
         v_head_dim=config.v_head_dim,
         cut_down_projections=config.transformer_impl == "local",
     )
-
-
-def _delta_net(config: Any, kinds: tuple[LayerPart, ...]) -> DeltaNet | None:
-    """The sizes of Gated DeltaNet, where a GPT's variant of attention asks for it or a hybrid model's pattern."""
-    if variant_of(config) != "gated_delta_net" and "delta_net" not in kinds:
-        return None
-    return DeltaNet(
-        layers=() if kinds else _delta_net_layers(config),
-        key_heads=config.linear_num_key_heads,
-        value_heads=config.linear_num_value_heads,
-        key_head_dim=config.linear_key_head_dim,
-        value_head_dim=config.linear_value_head_dim,
-        conv_width=config.linear_conv_kernel_dim,
-    )
-
-
-def _delta_net_layers(config: Any) -> tuple[bool, ...]:
-    # A number says how often there is a layer of softmax attention.
-    frequency = config.linear_attention_freq
-    if isinstance(frequency, int):
-        return tuple(bool((layer + 1) % frequency) for layer in range(config.num_layers))
-    return tuple(bool(flag) for flag in frequency)
-
-
-def _sparse_indexer(config: Any) -> SparseIndexer | None:
-    if variant_of(config) != "dsa":
-        return None
-    return SparseIndexer(heads=config.dsa_indexer_n_heads, head_dim=config.dsa_indexer_head_dim)
 
 
 def _state_space(config: Any) -> StateSpace:

@@ -8,7 +8,7 @@ import pytest
 from tests.hot_switch.runs import arguments
 from tests.support.distributed import run_ranks
 from tests.support.parsers import full_parser
-from tests.support.presets import toy_gpt
+from tests.support.presets import DELTA_NET, toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
 
 HOME_AND_GUEST = (["1,2,1", "2,1,1"], [32, 8, 0])
@@ -224,6 +224,19 @@ CASES = {
         ["--hot-switch-attention rows with --transformer-impl transformer_engine is not supported with hot switching"],
     ),
     "Transformer Engine": (arguments(*HOME_AND_GUEST, transformer_impl="transformer_engine"), []),
+    "Gated DeltaNet in packed rows": (
+        arguments(*HOME_AND_GUEST, sequence_parallel=True, hot_switch_attention="documents", **DELTA_NET),
+        ["--experimental-attention-variant is not supported with hot switching: its layers carry what they have seen"],
+    ),
+    "Gated DeltaNet whose norms drift apart": (
+        arguments(*HOME_AND_GUEST, **DELTA_NET),
+        ["strategy 1,2,1: Megatron adds up the gradients of Gated DeltaNet's norms over tensor-parallel ranks only"],
+    ),
+    "Gated DeltaNet with fewer heads than ranks": (
+        arguments(*HOME_AND_GUEST, sequence_parallel=True, **{**DELTA_NET, "linear_num_key_heads": 1}),
+        ["strategy 1,2,1: linear_num_key_heads 1 cannot be divided over tp = 2"],
+    ),
+    "Gated DeltaNet": (arguments(*HOME_AND_GUEST, sequence_parallel=True, **DELTA_NET), []),
     "nodes": (
         arguments(["3,1,1", "1,3,1"], [32, 8, 0], hot_switch_gpus_per_node=2),
         ["--hot-switch-gpus-per-node is 2, but 3 ranks do not fill such nodes"],

@@ -334,6 +334,8 @@ DOUBTFUL = [
     "--mla-down-proj-fusion",
     "--experimental-attention-variant gated_delta_net",
     "--experimental-attention-variant gated_delta_net --mtp-num-layers 1",
+    "--experimental-attention-variant gated_delta_net --tensor-model-parallel-size 2",
+    "--experimental-attention-variant dsa",
     "--dsa-indexer-topk-freq 2",
     "--moe-single-grouped-weight",
     "--moe-single-grouped-bias",

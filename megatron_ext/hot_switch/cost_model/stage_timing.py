@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from megatron_ext.hot_switch.config import ATTENTIONS
 from megatron_ext.hot_switch.runtime.document_attention import attend_by_document
 from megatron_ext.params import GptShape
 
@@ -33,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lengths", type=int, nargs="+", required=True)
     parser.add_argument("--repeats", type=int, required=True)
     parser.add_argument("--recompute", choices=("none", "selective"), default="none")
-    parser.add_argument("--attention", choices=ATTENTIONS, default="documents")
+    parser.add_argument("--attention", choices=("documents", "rows"), default="documents")
     parser.add_argument("--moe-router-topk", type=int, default=1)
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(arguments)

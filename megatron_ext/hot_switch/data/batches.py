@@ -50,7 +50,13 @@ class BatchReader:
     """Reads global batches. Where it reads is a function of the sequences consumed, so it has no state to save."""
 
     def __init__(
-        self, documents: Documents, strategies: StrategyList, *, seed: int, part: tuple[int, int] = (0, 1)
+        self,
+        documents: Documents,
+        strategies: StrategyList,
+        *,
+        seed: int,
+        part: tuple[int, int] = (0, 1),
+        packs: bool = True,
     ) -> None:
         """Prepare to read.
 
@@ -59,9 +65,10 @@ class BatchReader:
             strategies: with buckets.
             seed: of the order.
             part: (index, count) of the part of the sequences to read.
+            packs: as for `plan_batch`.
         """
         self._documents = documents
-        self._strategies = strategies
+        self._strategies, self._packs = strategies, packs
         self._order = order_of(documents, longest=strategies.buckets[0].up_to, seed=seed, part=part)
 
     @property
@@ -72,7 +79,7 @@ class BatchReader:
     def plan(self, consumed: int, size: int) -> GlobalBatch:
         """Return the batch of `size` sequences that comes after `consumed` ones of the part. Reads no tokens."""
         sequences = tuple(self._order.at(place) for place in range(consumed, consumed + size))
-        parts = plan_batch([sequence.positions for sequence in sequences], self._strategies)
+        parts = plan_batch([sequence.positions for sequence in sequences], self._strategies, packs=self._packs)
         return GlobalBatch(sequences=sequences, parts=parts)
 
     def positions(self, consumed: int, size: int) -> npt.NDArray[np.int64]:

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from megatron_ext.data.split import parts_of
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.data.document_source import Counted, Documents, Tokens, require_rows
+from megatron_ext.hot_switch.model_config import attention_of
 
 __all__ = ["Conversations", "conversation_problems", "dataset_config"]
 
@@ -157,7 +158,7 @@ def _evaluation_problems(args: Any) -> list[str]:
             f"--sft: evaluation has packed samples, which attention over parts of rows does not take; drop "
             f"--context-parallel-size, {ways_out}"
         )
-    if args.transformer_impl == "local" and args.hot_switch_attention == "rows":
+    if args.transformer_impl == "local" and attention_of(args) == "rows":
         problems.append(
             f"--sft: evaluation has packed samples, which Megatron's unfused attention does not take; use "
             f"--hot-switch-attention documents, {ways_out}"

@@ -41,7 +41,9 @@ class StrategyBatch:
         return self.row_length * sum(len(rows) for replica in self.micro_batches for rows in replica)
 
 
-def plan_batch(lengths: Sequence[int], strategies: StrategyList) -> tuple[StrategyBatch | None, ...]:
+def plan_batch(
+    lengths: Sequence[int], strategies: StrategyList, *, packs: bool = True
+) -> tuple[StrategyBatch | None, ...]:
     """Split a global batch by length, pack each part into rows, and deal the rows out.
 
     Rows are as long as the longest one of the strategy needs, not more than its bucket. Where rows do not divide
@@ -50,6 +52,7 @@ def plan_batch(lengths: Sequence[int], strategies: StrategyList) -> tuple[Strate
     Args:
         lengths: positions of each sequence of the global batch, each at least 1 and within some bucket.
         strategies: with buckets.
+        packs: whether a row has as many sequences as fit into the bucket's longest one; else one, and padding.
 
     Returns:
         One entry per strategy, home first; None for a guest without data. Home always has a micro-batch: it ends the
@@ -57,16 +60,17 @@ def plan_batch(lengths: Sequence[int], strategies: StrategyList) -> tuple[Strate
     """
     parts = split_by_length(lengths, strategies.buckets)
     found: list[StrategyBatch | None] = []
+    rows: list[Row]
     for number, (strategy, bucket, part) in enumerate(
         zip(strategies.strategies, strategies.buckets, parts, strict=True)
     ):
         if not part and number > 0:
             found.append(None)
             continue
-        rows = [
-            tuple(part[place] for place in row)
-            for row in first_fit_decreasing([lengths[sequence] for sequence in part], bucket.up_to)
-        ]
+        rows = [(sequence,) for sequence in part]
+        if packs:
+            bins = first_fit_decreasing([lengths[sequence] for sequence in part], bucket.up_to)
+            rows = [tuple(part[place] for place in row) for row in bins]
         longest = max((sum(lengths[sequence] for sequence in row) for row in rows), default=1)
         multiple = strategy.row_multiple
         found.append(

@@ -38,10 +38,11 @@ class DocumentMasks:
         Args:
             chunks: this rank's GPTModels, not wrapped.
             device: of the masks.
-            attention: "documents", one at a time, or "rows", with a mask for Megatron's own attention.
+            attention: "documents", one at a time; "rows", with a mask for Megatron's own attention; or "padded", as the
+                first, where a row has one document and layers without attention need not be told.
         """
         self._device = device
-        self._by_document = attention == "documents"
+        self._by_document = attention != "rows"
         if self._by_document:
             for chunk in chunks:
                 attend_by_document(chunk)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.data.rows import PackedBatch
 from megatron_ext.hot_switch.runtime.masks import DocumentMasks
 from megatron_ext.hot_switch.strategies.strategy import Strategy
@@ -48,6 +49,7 @@ class PlacedModel:
         is_last_stage: whether this rank has the last pipeline stage.
         reports: whether losses and tokens of this rank's positions are its to report.
         adds_for_all: whether this rank is the one, of those among which Megatron adds up, that adds other strategies'.
+        attention: how layers keep documents apart.
         reading_chunks: numbers of the chunks for which Megatron's `get_batch` reads here: other ranks are sent what it
             reads, or need nothing.
         counts_positions: whether what this rank's routers see is not another tensor-parallel rank's to count.
@@ -60,10 +62,11 @@ class PlacedModel:
             strategy: the strategy.
             state: its parallel layout, which must be in place.
             chunks: the model chunks, wrapped.
-            attention: over what it is computed, see `DocumentMasks`.
+            attention: how layers keep documents apart, see `DocumentMasks`.
 
         Raises:
             RuntimeError: the model's layers lie elsewhere than the strategy says.
+            UserError: they would carry what they have seen from one document of a row on to the next.
         """
         from megatron.core import parallel_state
         from megatron.core.utils import unwrap_model
@@ -79,6 +82,12 @@ class PlacedModel:
             raise RuntimeError(
                 f"strategy {strategy.label}: the model has chunks of {[len(chunk) for chunk in built]} layers"
             )
+        if attention != "padded" and self.view.shape.delta_net is not None:
+            raise UserError(
+                f"--hot-switch-attention {attention} is not combined with Gated DeltaNet, which the model's config "
+                "asks for: it carries what it has seen of a document on to the next one of a row; use padded"
+            )
+        self.attention = attention
         self._masks = DocumentMasks([unwrap_model(chunk) for chunk in self.chunks], self.device, attention=attention)
         # Home's data-parallel dimension goes over all workers.
         self.replica = int(parallel_state.get_data_parallel_rank()) % strategy.dp

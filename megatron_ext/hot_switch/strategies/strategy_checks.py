@@ -138,6 +138,9 @@ def _widths(shape: GptShape) -> list[tuple[str, int]]:
         widths.append(("hidden_size", shape.hidden_size))
     if shape.num_moe_experts and shape.moe_shared_expert_intermediate_size is not None:
         widths.append(("moe_shared_expert_intermediate_size", shape.moe_shared_expert_intermediate_size))
+    if shape.delta_net is not None:
+        widths.append(("linear_num_key_heads", shape.delta_net.key_heads))
+        widths.append(("linear_num_value_heads", shape.delta_net.value_heads))
     latent = shape.latent_attention
     if latent is not None and latent.cut_down_projections:
         common = latent.kv_lora_rank + latent.qk_pos_emb_head_dim

@@ -69,6 +69,19 @@ def test_every_sequence_is_in_exactly_one_row_and_replicas_make_the_same_steps(l
     assert sorted(seen) == list(range(len(lengths)))
 
 
+@given(lengths=lengths_of_a_batch)
+def test_rows_that_are_not_packed_have_a_sequence_each(lengths):
+    seen = []
+    for part in plan_batch(lengths, LISTED, packs=False):
+        if part is None:
+            continue
+        for row in (row for replica in part.micro_batches for rows in replica for row in rows):
+            assert len(row) <= 1
+            assert all(lengths[sequence] <= part.row_length for sequence in row)
+            seen += row
+    assert sorted(seen) == list(range(len(lengths)))
+
+
 def test_a_guest_without_data_has_no_turn_and_home_without_data_a_row_of_zero_weight():
     home, short, middle = plan_batch([3, 8], LISTED)
     assert middle is None
