@@ -228,6 +228,17 @@ DATA_ORDER = (
         ),
     ),
     row(
+        "--make-vocab-size-divisible-by below 1",
+        lambda args: args.make_vocab_size_divisible_by < 1,
+        flags=("--make-vocab-size-divisible-by",),
+        **everywhere(
+            refused(
+                "Megatron pads the vocabulary to a multiple of it times the tensor parallel size, and fails",
+                "give 1 or more, as 128, the default",
+            )
+        ),
+    ),
+    row(
         "vocabulary with its padding (--make-vocab-size-divisible-by)",
         is_set("make_vocab_size_divisible_by"),
         cpu=BUNDLE,

@@ -43,7 +43,7 @@ _HYBRID_PEERS = tested(
 _HYBRID_EXPERTS = tested(f"{EXPERTS}test_hybrid_models.py::test_a_peer_trains_its_own_experts_and_all_other_layers")
 _NO_PLACE = refused("Megatron 0.19 hands it to a model's configuration, which has no place for it")
 _HYBRIDS_NEED_A_GPU = needs_gpu("its layers are Transformer Engine's and mamba_ssm's, which are CUDA kernels")
-_NO_HYBRIDS = refused("state-space layers carry what they have seen from one document of a row into the next")
+_NO_HYBRIDS = refused("strategies cut a GPT's layers into stages, and a pattern says itself where they are")
 _FORMER_MTP = refused(
     "Megatron 0.19 keeps it for old checkpoints, and fails on it in models without state-space layers",
     "write the pattern into --hybrid-layer-pattern, as M*-M/MM",
@@ -59,6 +59,9 @@ _ADDS_UP_WITH_SP_ALONE = refused(
     "Megatron 0.19 adds up the gradients of its norms over tensor-parallel ranks only with sequence parallelism, and "
     "without it these weights drift apart",
     "add --sequence-parallel",
+)
+_LACKS_AN_INDEXER = refused(
+    "Megatron 0.19 leaves layers without an indexer then, for which it fails where it saves a checkpoint"
 )
 _CARRIED_ON = refused(
     "its layers carry what they have seen of a document on to the next one of a packed row",
@@ -164,9 +167,9 @@ LAYER_FUNCTION = (
         lambda args: args.dsa_indexer_topk_freq > 1,
         variables=("dsa_indexer_topk_freq",),
         cpu=NO_TE_ON_CPU,
-        local_sgd=UNKNOWN_TENSORS,
-        hot_switch=UNKNOWN_TENSORS,
-        sync_service=UNKNOWN_TENSORS,
+        local_sgd=_LACKS_AN_INDEXER,
+        hot_switch=_LACKS_AN_INDEXER,
+        sync_service=_LACKS_AN_INDEXER,
     ),
     row(
         "--normalization",
@@ -317,7 +320,7 @@ LAYER_FUNCTION = (
     row(
         "--experimental-attention-variant dsa",
         lambda args: attention_variant(args) not in (None, "gated_delta_net"),
-        cpu=NO_TE_ON_CPU,
+        cpu=accepted("the row on --experimental-attention-variant has the say"),
         hot_switch=refused(
             "its indexer has a loss of its own over all positions, and strategies have different numbers of padding"
         ),

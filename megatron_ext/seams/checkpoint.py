@@ -25,7 +25,12 @@ from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
 from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero, take_steps
-from megatron_ext.seams.optimizer_format import other_schedule, refuse_bound_format, refuse_other_optimizer
+from megatron_ext.seams.optimizer_format import (
+    no_pretrained,
+    other_schedule,
+    refuse_bound_format,
+    refuse_other_optimizer,
+)
 
 __all__ = ["load_patches", "patches", "repairs"]
 
@@ -286,6 +291,11 @@ def _wrap_load_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         except AssertionError as error:
             refusal = other_schedule(error, str(run_options().load))
+            if refusal is None:
+                raise
+            raise refusal from error
+        except FileNotFoundError as error:
+            refusal = no_pretrained(run_options())
             if refusal is None:
                 raise
             raise refusal from error

@@ -70,7 +70,6 @@ REFUSED = [
 ]
 REFUSED_BY_TWO_ROWS = [
     "--experimental-attention-variant gated_delta_net --mtp-num-layers 1",
-    "--experimental-attention-variant dsa",
     "--cuda-graph-impl full_iteration",
     "--window-size 8,0 --transformer-impl transformer_engine",
 ]

@@ -26,6 +26,7 @@ WITHOUT_A_TEST = {
     "the row on --use-distributed-optimizer has the say",
     "the row on formats other than torch_dist and torch has the say",
     "the row on --sft has the say",
+    "the row on --experimental-attention-variant has the say",
     "the row on --phase-transition-iterations has the say",
     "each format has a row of its own",
     "a script that does not train has no use for it",
@@ -308,6 +309,7 @@ DOUBTFUL = [
     "--moe-router-topk 9 --num-experts 4 --disable-bias-linear",
     "--log-interval 0",
     "--eval-interval 0",
+    "--make-vocab-size-divisible-by 0",
     "--heterogeneous-layers-config-path layers.json --num-experts 4 --disable-bias-linear",
     f"--heterogeneous-layers-config-path {Path(__file__).with_name('linear_layers.json')}"
     " --tensor-model-parallel-size 2 --sequence-parallel",

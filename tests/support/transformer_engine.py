@@ -40,7 +40,6 @@ def accept_transformer_engine() -> None:
         "--defer-embedding-wgrad-compute",
         "--hybrid-layer-pattern",
         "--experimental-attention-variant",
-        "--experimental-attention-variant dsa",
         "--dsa-indexer-topk",
         "--moe-latent-size",
         "--sft without hot switching",

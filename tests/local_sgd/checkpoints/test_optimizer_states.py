@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state of the inner optimizer that this run's cannot take is refused in one line, whoever saved it."""
+"""What a run cannot begin with is one line: states of other optimizers, and checkpoints that are not there."""
 
 import os
 from pathlib import Path
@@ -55,3 +55,9 @@ def test_an_iteration_that_is_not_there_is_named_with_those_that_are(tmp_path: P
     resuming = saved(tmp_path, "single", "fp32", 2)
     said = refusal("fp32", **resuming, ckpt_step=99)
     assert f"--ckpt-step 99: {os.fspath(tmp_path)} has no such iteration; it has 1, 2" in said
+
+
+def test_a_folder_to_begin_with_that_has_no_checkpoint_is_named(tmp_path: Path):
+    said = refusal("fp32", **BATCH, **ROUNDS, load=str(tmp_path / "own"), pretrained_checkpoint=str(tmp_path))
+    assert f"--pretrained-checkpoint {tmp_path}: there is no checkpoint in it" in said
+    assert f"nor in --load {tmp_path / 'own'}; give the folder of one, or drop it" in said
