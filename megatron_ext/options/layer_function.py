@@ -296,8 +296,8 @@ LAYER_FUNCTION = (
         peers_share="mup_attn_scale_power",
     ),
     row(
-        "--experimental-attention-variant",
-        given("experimental_attention_variant"),
+        "--experimental-attention-variant gated_delta_net",
+        lambda args: attention_variant(args) == "gated_delta_net",
         cpu=NO_TE_ON_CPU,
         hot_switch=_SWITCHED_VARIANTS.but("--hot-switch-attention documents", _CARRIED_ON).but(
             "--hot-switch-attention rows", _CARRIED_ON
@@ -318,11 +318,11 @@ LAYER_FUNCTION = (
         **everywhere(_ADDS_UP_WITH_SP_ALONE),
     ),
     row(
-        "--experimental-attention-variant dsa",
+        "--experimental-attention-variant other than gated_delta_net",
         lambda args: attention_variant(args) not in (None, "gated_delta_net"),
-        cpu=accepted("the row on --experimental-attention-variant has the say"),
+        cpu=NO_TE_ON_CPU,
         hot_switch=refused(
-            "its indexer has a loss of its own over all positions, and strategies have different numbers of padding"
+            "sparse attention's indexer has a loss of its own over all positions, and strategies have different padding"
         ),
         local_sgd=CURRENT_LAYERS,
         sync_service=PEERS_CURRENT_LAYERS,

@@ -26,7 +26,6 @@ WITHOUT_A_TEST = {
     "the row on --use-distributed-optimizer has the say",
     "the row on formats other than torch_dist and torch has the say",
     "the row on --sft has the say",
-    "the row on --experimental-attention-variant has the say",
     "the row on --phase-transition-iterations has the say",
     "each format has a row of its own",
     "a script that does not train has no use for it",
@@ -62,7 +61,7 @@ def test_what_the_parameter_view_does_not_know_is_refused_where_options_are_read
 
 
 def test_peers_have_the_same_attention_and_not_only_tensors_of_the_same_shapes():
-    (row,) = (row for row in ROWS if row.option == "--experimental-attention-variant")
+    (row,) = (row for row in ROWS if row.option == "--experimental-attention-variant gated_delta_net")
     assert callable(row.peers_share)
     none = {"experimental_attention_variant": None, "hybrid_layer_pattern": None, "hybrid_override_pattern": None}
     assert row.peers_share(Namespace(**none)) is None
