@@ -3,6 +3,7 @@
 
 import pytest
 
+from tests.support.every_run import one_of_each
 from tests.support.presets import DELTA_NET_SIZES, GROUPED, HYBRID, SPARSE_SIZES
 from tests.support.transformer_engine import NEEDS_HYBRID_MODELS, accept_transformer_engine
 from tests.sync_service.jobs import Kind
@@ -42,7 +43,8 @@ MODELS: dict[str, tuple[list[Kind], dict, dict[str, tuple[int, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize("model", MODELS)
+# The layers of the others are those of GPTs in test_current_layers.py, and of workers' hybrid models.
+@pytest.mark.parametrize("model", one_of_each(list(MODELS), {0}))
 def test_peers_of_all_layouts_in_one_run_equal_peers_of_one_rank_up_to_rounding(make_service: MakeService, model: str):
     kinds, options, expected = MODELS[model]
     options = {**HYBRID, **COMMON, **options}
