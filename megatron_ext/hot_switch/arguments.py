@@ -25,7 +25,7 @@ from megatron_ext.hot_switch.strategies.strategy_checks import sizes_are_usable
 from megatron_ext.hot_switch.strategies.strategy_file import read_strategy_file
 from megatron_ext.hot_switch.strategies.strategy_list import StrategyList, check_strategies, parse_strategies
 from megatron_ext.options import refusals
-from megatron_ext.options.asked import attention_variant
+from megatron_ext.options.asked import attention_variant, has_linear_layers
 from megatron_ext.params import ParamsError
 
 __all__ = ["adjust_arguments", "argument_problems", "strategies_of", "take_home"]
@@ -191,8 +191,8 @@ def adjust_arguments(args: Any, strategies: StrategyList) -> list[str]:
     ]
     if attention_of(args) == "padded" and args.hot_switch_attention is None:
         lines.append(
-            "hot switching: --hot-switch-attention is padded: in a packed row Gated DeltaNet would carry what it has "
-            "seen of a document on to the next one"
+            "hot switching: --hot-switch-attention is padded: in a packed row Gated DeltaNet would carry its state "
+            "from a document into the next one"
         )
     if args.hot_switch_strategy_file is not None:
         lines += _take_from_file(args, home)
@@ -313,6 +313,23 @@ def _expert_bias_problems(args: Any, strategies: Sequence[Strategy]) -> list[str
     return problems
 
 
+def _heterogeneous_problems(args: Any, strategies: Sequence[Strategy]) -> list[str]:
+    """Return what Megatron 0.19 does not do with layers of a heterogeneous model."""
+    problems = [
+        f"strategy {strategy.label}: Megatron does not build heterogeneous layers in virtual stages; use vpp 1"
+        for strategy in strategies
+        if strategy.vpp > 1
+    ]
+    if has_linear_layers(args):
+        problems += [
+            f"strategy {strategy.label}: Megatron gathers the outputs of linear layers along another axis with "
+            "sequence parallelism, and its first step fails; leave sequence parallelism out"
+            for strategy in strategies
+            if strategy.tp > 1 and strategy.sequence_parallel
+        ]
+    return problems
+
+
 def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
     problems = []
     if config.hot_switch_strategy_file is not None:
@@ -353,12 +370,14 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
         ]
     if attention_variant(args) == "gated_delta_net":
         problems += [
-            f"strategy {strategy.label}: Megatron adds up the gradients of Gated DeltaNet's norms over tensor-parallel "
-            "ranks only with sequence parallelism; add --sequence-parallel, or sequence_parallel: true in "
-            "--hot-switch-strategy-file"
+            f"strategy {strategy.label}: Megatron all-reduces the gradients of Gated DeltaNet's norms over "
+            "tensor-parallel ranks only with sequence parallelism; add --sequence-parallel, or sequence_parallel: true "
+            "in --hot-switch-strategy-file"
             for strategy in listed.strategies
             if strategy.tp > 1 and not strategy.sequence_parallel
         ]
+    if args.heterogeneous_layers_config_path is not None:
+        problems += _heterogeneous_problems(args, listed.strategies)
     if args.num_experts and args.add_bias_linear:
         problems += _expert_bias_problems(args, listed.strategies)
     if args.use_tp_pp_dp_mapping:
@@ -372,7 +391,7 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
     if attention_of(args) == "rows":
         problems += [
             f"strategy {strategy.label}: --hot-switch-attention rows needs whole rows, which context parallelism cuts; "
-            "use documents, the default"
+            "use documents, or padded with Gated DeltaNet"
             for strategy in listed.strategies
             if strategy.cp > 1
         ]

@@ -50,7 +50,7 @@ class HotSwitchConfig(FromArgs):
     """How documents are kept apart. documents: rows are packed, and attention is computed one document at a time, by
     torch's scaled dot product attention, which keeps no scores. rows: by Megatron's own unfused attention over whole
     packed rows with a mask, whose time and memory grow with the square of a row's length. padded: as documents, but a
-    row has one document and padding, as layers need that carry what they have seen on to whatever follows. Unless given
+    row has one document and padding, as recurrent layers need, which carry their state across documents. Unless given
     it is documents, and padded with Gated DeltaNet."""
 
     hot_switch_direct_bytes: int | None = flag("--hot-switch-direct-bytes", None, type=int)

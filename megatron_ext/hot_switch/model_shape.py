@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
+from megatron_ext.options.asked import heterogeneous_layers
 from megatron_ext.params import GptShape, LatentAttention, ParamsError
 from megatron_ext.params.attention_variants import delta_net_of
 from megatron_ext.params.layer_parts import LayerBlock
@@ -61,20 +60,20 @@ def _layer_blocks(args: Any) -> tuple[LayerBlock, ...]:
     Raises:
         ParamsError: the file does not describe them.
     """
-    if args.heterogeneous_layers_config_path is None:
+    blocks = heterogeneous_layers(args)
+    if not blocks:
         return ()
     from megatron.core.transformer.heterogeneous.heterogeneous_config import AttentionConfig, MLPConfig
 
     try:
-        described = json.loads(Path(args.heterogeneous_layers_config_path).read_text(encoding="utf-8"))
         return tuple(
             LayerBlock.of(
                 AttentionConfig.build_config_from_dict(block, args.num_attention_heads),
                 MLPConfig.build_config_from_dict(block, args.hidden_size),
             )
-            for block in described["block_configs"]
+            for block in blocks
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ParamsError(f"{args.heterogeneous_layers_config_path}: {error}") from error
 
 

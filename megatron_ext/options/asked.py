@@ -3,9 +3,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-__all__ = ["asks_to_switch", "attention_variant", "builds_from_config", "packs_documents"]
+__all__ = [
+    "asks_to_switch",
+    "attention_variant",
+    "builds_from_config",
+    "has_linear_layers",
+    "heterogeneous_layers",
+    "packs_documents",
+]
 
 
 def asks_to_switch(args: Any) -> bool:
@@ -23,6 +32,35 @@ def attention_variant(args: Any) -> str | None:
     variant: str | None = args.experimental_attention_variant
     # Upstream's main has a shorter name for one.
     return "gated_delta_net" if variant == "gdn" else variant
+
+
+def heterogeneous_layers(args: Any) -> list[Any]:
+    """Return the description of each layer of a heterogeneous model, as Megatron reads it.
+
+    Args:
+        args: Megatron's arguments.
+
+    Returns:
+        None of any other model, nor where Megatron cannot read them, which it says itself.
+    """
+    if args.heterogeneous_layers_config_path is None:
+        return []
+    # A checkpoint's arguments have the content, which goes before the file.
+    content = args.heterogeneous_layers_config_encoded_json
+    try:
+        if content is None:
+            content = Path(args.heterogeneous_layers_config_path).read_text(encoding="utf-8")
+        return list(json.loads(content)["block_configs"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def has_linear_layers(args: Any) -> bool:
+    """Return whether a heterogeneous model has a linear layer in place of attention or of an MLP."""
+    blocks = [block for block in heterogeneous_layers(args) if isinstance(block, dict)]
+    parts = [block.get(part) for block in blocks for part in ("attention", "ffn", "mlp")]
+    described = [part for part in parts if isinstance(part, dict)]
+    return any(part.get("replace_with_linear") and not part.get("no_op") for part in described)
 
 
 def packs_documents(args: Any) -> bool:

@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Any
-
+from megatron_ext.options.asked import asks_to_switch, has_linear_layers, heterogeneous_layers
 from megatron_ext.options.common_verdicts import (
     APART,
     AS_A_PEER,
@@ -41,6 +38,9 @@ _LAYERS_ALL_ALIKE = refused(
 _EXPERTS_ALL_ALIKE = refused(
     "Megatron 0.19 then makes experts in all layers, and the MLPs of the file in none", "drop one of them"
 )
+_NO_VIRTUAL_STAGES = refused(
+    "Megatron 0.19 does not say which virtual stage it builds, and fails", "use one chunk per pipeline rank"
+)
 _WRONG_AXIS = refused(
     "Megatron 0.19 gathers the outputs of a linear layer along another axis then, and the first step fails",
     "drop --sequence-parallel, or the layers with replace_with_linear",
@@ -49,18 +49,6 @@ _UNFUSED = needs_gpu("Megatron's own attention is the only one on CPU", "use aut
 _LOCAL = "use local, the default here"
 _BF16 = needs_gpu("it needs Transformer Engine, which needs a GPU", "use --bf16")
 _CUDA_KERNELS = needs_gpu("its kernels are CUDA kernels")
-
-
-def _has_linear_layers(args: Any) -> bool:
-    """Whether a heterogeneous model has a linear layer in place of attention or of an MLP."""
-    if args.heterogeneous_layers_config_path is None:
-        return False
-    try:
-        described = json.loads(Path(args.heterogeneous_layers_config_path).read_text(encoding="utf-8"))
-        parts = [block.get(part) or {} for block in described["block_configs"] for part in ("attention", "ffn", "mlp")]
-        return any(part.get("replace_with_linear") for part in parts)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False  # Megatron says what is wrong with the file
 
 
 def _attention(name: str) -> Asked:
@@ -312,9 +300,34 @@ IMPLEMENTATIONS = (
     ),
     row(
         "--heterogeneous-layers-config-path with linear layers and --sequence-parallel",
-        lambda args: args.sequence_parallel and args.tensor_model_parallel_size > 1 and _has_linear_layers(args),
+        lambda args: (
+            args.sequence_parallel
+            and args.tensor_model_parallel_size > 1
+            and not asks_to_switch(args)  # which checks each strategy
+            and has_linear_layers(args)
+        ),
         flags=("--heterogeneous-layers-config-path",),
         **everywhere(_WRONG_AXIS),
+    ),
+    row(
+        "--heterogeneous-layers-config-path with virtual stages",
+        lambda args: bool(
+            args.heterogeneous_layers_config_path
+            and (args.num_virtual_stages_per_pipeline_rank or args.num_layers_per_virtual_pipeline_stage)
+        ),
+        flags=("--heterogeneous-layers-config-path",),
+        **everywhere(_NO_VIRTUAL_STAGES),
+    ),
+    row(
+        "--heterogeneous-layers-config-path of another number of layers",
+        lambda args: bool((layers := heterogeneous_layers(args)) and args.num_layers not in (None, len(layers))),
+        flags=("--heterogeneous-layers-config-path",),
+        **everywhere(
+            refused(
+                "Megatron 0.19 takes the first layers of the file, or fails where it builds the model",
+                "give --num-layers as many as block_configs has",
+            )
+        ),
     ),
     row(
         "--heterogeneous-layers-config-encoded-json without --heterogeneous-layers-config-path",

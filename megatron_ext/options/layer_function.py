@@ -54,17 +54,18 @@ _ORDINARY_SOFTMAX = refused(
     "attention by document has the ordinary softmax only",
     "use --transformer-impl local with --hot-switch-attention rows",
 )
-_SWITCHED_VARIANTS = tested(f"{STRATEGIES}test_delta_net.py::test_hot_equals_static")
+_EVERY_VARIANT = accepted("the row on --experimental-attention-variant has the say")
+_SWITCHED_DELTA_NET = tested(f"{STRATEGIES}test_delta_net.py::test_hot_equals_static")
 _ADDS_UP_WITH_SP_ALONE = refused(
-    "Megatron 0.19 adds up the gradients of its norms over tensor-parallel ranks only with sequence parallelism, and "
-    "without it these weights drift apart",
+    "Megatron 0.19 all-reduces the gradients of its norms over tensor-parallel ranks only with sequence parallelism, "
+    "and without it these weights drift apart",
     "add --sequence-parallel",
 )
 _LACKS_AN_INDEXER = refused(
     "Megatron 0.19 leaves layers without an indexer then, for which it fails where it saves a checkpoint"
 )
 _CARRIED_ON = refused(
-    "its layers carry what they have seen of a document on to the next one of a packed row",
+    "its layers carry their state from a document into the next one of a packed row",
     "use --hot-switch-attention padded, which is the default with it",
 )
 _PREDICTS_OTHERWISE = refused(
@@ -296,36 +297,45 @@ LAYER_FUNCTION = (
         peers_share="mup_attn_scale_power",
     ),
     row(
-        "--experimental-attention-variant gated_delta_net",
-        lambda args: attention_variant(args) == "gated_delta_net",
+        "--experimental-attention-variant",
+        given("experimental_attention_variant"),
         cpu=NO_TE_ON_CPU,
-        hot_switch=_SWITCHED_VARIANTS.but("--hot-switch-attention documents", _CARRIED_ON).but(
-            "--hot-switch-attention rows", _CARRIED_ON
-        ),
-        peers_share=_attention_variants,
         local_sgd=CURRENT_LAYERS,
+        hot_switch=accepted("each variant has a row of its own"),
         sync_service=PEERS_CURRENT_LAYERS,
+        peers_share=_attention_variants,
     ),
     row(
-        "--experimental-attention-variant gated_delta_net with tensor parallelism and without --sequence-parallel",
+        "--experimental-attention-variant gated_delta_net",
+        lambda args: attention_variant(args) == "gated_delta_net",
+        cpu=_EVERY_VARIANT,
+        local_sgd=_EVERY_VARIANT,
+        sync_service=_EVERY_VARIANT,
+        hot_switch=_SWITCHED_DELTA_NET.but("--hot-switch-attention documents", _CARRIED_ON).but(
+            "--hot-switch-attention rows", _CARRIED_ON
+        ),
+    ),
+    row(
+        "Gated DeltaNet (--experimental-attention-variant gated_delta_net, or G in --hybrid-layer-pattern) with tensor "
+        "parallelism and without --sequence-parallel",
         lambda args: (
             "gated_delta_net" in (_attention_variants(args) or "").split()
             and args.tensor_model_parallel_size > 1
             and not args.sequence_parallel
             and not asks_to_switch(args)  # which checks each strategy
         ),
-        flags=("--experimental-attention-variant",),
+        flags=("--experimental-attention-variant", "--hybrid-layer-pattern"),
         **everywhere(_ADDS_UP_WITH_SP_ALONE),
     ),
     row(
         "--experimental-attention-variant other than gated_delta_net",
         lambda args: attention_variant(args) not in (None, "gated_delta_net"),
-        cpu=NO_TE_ON_CPU,
+        cpu=_EVERY_VARIANT,
         hot_switch=refused(
             "sparse attention's indexer has a loss of its own over all positions, and strategies have different padding"
         ),
-        local_sgd=CURRENT_LAYERS,
-        sync_service=PEERS_CURRENT_LAYERS,
+        local_sgd=_EVERY_VARIANT,
+        sync_service=_EVERY_VARIANT,
     ),
     row(
         "--apply-layernorm-1p",

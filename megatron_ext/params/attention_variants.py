@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_ext.params.layer_parts import LayerPart
-from megatron_ext.params.tensors import require_sizes
+from megatron_ext.params.tensors import ParamsError, require_sizes
 
 
 def variant_of(asked: Any) -> str | None:
@@ -106,6 +106,8 @@ def sparse_indexer_of(asked: Any) -> SparseIndexer | None:
 def _delta_net_layers(asked: Any) -> tuple[bool, ...]:
     # A number says how often there is a layer of softmax attention.
     frequency = asked.linear_attention_freq
+    if frequency is None or frequency == 0:
+        raise ParamsError(f"Gated DeltaNet: linear_attention_freq is {frequency}; give 1 or more")
     if isinstance(frequency, int):
         return tuple(bool((layer + 1) % frequency) for layer in range(asked.num_layers))
     return tuple(bool(flag) for flag in frequency)

@@ -212,6 +212,8 @@ class GptShape:
                 f"GPT shape: layer_blocks must have one entry per layer ({self.num_layers}), "
                 f"got {len(self.layer_blocks)}"
             )
+        for layer in range(len(self.layer_blocks)):
+            self.of_layer(layer)
         if self.layer_kinds and self.mtp_num_layers and not self.mtp_layer_kinds:
             raise ParamsError("GPT shape: mtp_num_layers asks for layers, but mtp_layer_kinds does not say of what")
         for kind, field, given in (
@@ -278,6 +280,7 @@ class GptShape:
             self,
             num_query_groups=block.num_query_groups or self.num_query_groups,
             ffn_hidden_size=block.ffn_hidden_size or self.ffn_hidden_size,
+            layer_blocks=(),
         )
 
     @property

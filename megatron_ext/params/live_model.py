@@ -39,7 +39,13 @@ def build_view(
     _refuse_unsupported(chunks)
     groups = chunks[0].pg_collection if pg_collection is None else pg_collection
     layout = layout_of(chunks[0], groups, len(chunks))
-    placement = Placement(shape_of(chunks[0], vocab_size), layout)
+    shape = shape_of(chunks[0], vocab_size)
+    if shape.delta_net is not None and layout.tp > 1 and not chunks[0].config.sequence_parallel:
+        raise ParamsError(
+            "Gated DeltaNet with tensor parallelism needs sequence parallelism: without it Megatron does not "
+            "all-reduce the gradients of its norms, whose copies drift apart; add --sequence-parallel"
+        )
+    placement = Placement(shape, layout)
     place = coordinates_of(groups)
     entries: list[LocalParameter] = []
     buffers: list[LocalParameter] = []

@@ -20,7 +20,6 @@ REFUSED = [
     "--attention-backend fused",
     "--use-flash-attn",
     "--experimental-attention-variant gated_delta_net",
-    "--experimental-attention-variant dsa",
     "--apply-layernorm-1p",
     "--fp32-residual-connection --bf16",
     "--use-te-activation-func",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers that carry what they have seen on to whatever follows learn the same under all strategies: a document a row.
+"""Recurrent layers learn the same under all strategies: a row has one document.
 
 They run on doubles of Transformer Engine and flash-linear-attention, whose kernels need a GPU.
 """
@@ -36,5 +36,5 @@ def test_hot_equals_static(tmp_path):
     stock = stock_run("2,2,1", accept_transformer_engine, **{"sequence_parallel": True, **OPTIONS})
     assert_equal_except_for_rounding(hot, stock)
     said = hot[0].stdout + hot[-1].stdout
-    assert "--hot-switch-attention is padded: in a packed row Gated DeltaNet would carry" in said
+    assert "--hot-switch-attention is padded: in a packed row Gated DeltaNet would carry its state" in said
     assert_resumed(train(tmp_path, load=str(tmp_path), ckpt_step=2), hot, after=2)

@@ -2,6 +2,7 @@
 """Options of training with hot switching: every mistake is named, all together, before anything starts."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -226,15 +227,28 @@ CASES = {
     "Transformer Engine": (arguments(*HOME_AND_GUEST, transformer_impl="transformer_engine"), []),
     "Gated DeltaNet in packed rows": (
         arguments(*HOME_AND_GUEST, sequence_parallel=True, hot_switch_attention="documents", **DELTA_NET),
-        ["--experimental-attention-variant gated_delta_net is not supported with hot switching: its layers carry what"],
+        ["--experimental-attention-variant gated_delta_net is not supported with hot switching: its layers"],
     ),
     "Gated DeltaNet whose norms drift apart": (
         arguments(*HOME_AND_GUEST, **DELTA_NET),
-        ["strategy 1,2,1: Megatron adds up the gradients of Gated DeltaNet's norms over tensor-parallel ranks only"],
+        ["strategy 1,2,1: Megatron all-reduces the gradients of Gated DeltaNet's norms over tensor-parallel ranks"],
     ),
     "Gated DeltaNet with fewer heads than ranks": (
         arguments(*HOME_AND_GUEST, sequence_parallel=True, **{**DELTA_NET, "linear_num_key_heads": 1}),
-        ["strategy 1,2,1: linear_num_key_heads 1 cannot be divided over tp = 2"],
+        ["strategy 1,2,1: linear_num_key_heads 1 cannot be divided over tp*cp = 2"],
+    ),
+    "linear layers with sequence parallelism at a guest": (
+        arguments(
+            ["2,1,1", "1,2,1"],
+            [32, 8, 0],
+            sequence_parallel=True,
+            heterogeneous_layers_config_path=str(Path(__file__).parents[1] / "options" / "linear_layers.json"),
+        ),
+        ["strategy 1,2,1: Megatron gathers the outputs of linear layers along another axis with sequence parallelism"],
+    ),
+    "Gated DeltaNet without a frequency": (
+        arguments(*HOME_AND_GUEST, sequence_parallel=True, **{**DELTA_NET, "linear_attention_freq": None}),
+        [],
     ),
     "Gated DeltaNet": (arguments(*HOME_AND_GUEST, sequence_parallel=True, **DELTA_NET), []),
     "nodes": (

@@ -26,6 +26,8 @@ WITHOUT_A_TEST = {
     "the row on --use-distributed-optimizer has the say",
     "the row on formats other than torch_dist and torch has the say",
     "the row on --sft has the say",
+    "the row on --experimental-attention-variant has the say",
+    "each variant has a row of its own",
     "the row on --phase-transition-iterations has the say",
     "each format has a row of its own",
     "a script that does not train has no use for it",
@@ -61,7 +63,7 @@ def test_what_the_parameter_view_does_not_know_is_refused_where_options_are_read
 
 
 def test_peers_have_the_same_attention_and_not_only_tensors_of_the_same_shapes():
-    (row,) = (row for row in ROWS if row.option == "--experimental-attention-variant gated_delta_net")
+    (row,) = (row for row in ROWS if row.option == "--experimental-attention-variant")
     assert callable(row.peers_share)
     none = {"experimental_attention_variant": None, "hybrid_layer_pattern": None, "hybrid_override_pattern": None}
     assert row.peers_share(Namespace(**none)) is None
@@ -312,6 +314,10 @@ DOUBTFUL = [
     "--heterogeneous-layers-config-path layers.json --num-experts 4 --disable-bias-linear",
     f"--heterogeneous-layers-config-path {Path(__file__).with_name('linear_layers.json')}"
     " --tensor-model-parallel-size 2 --sequence-parallel",
+    f"--heterogeneous-layers-config-path {Path(__file__).with_name('linear_layers.json')} --num-layers 2",
+    "--heterogeneous-layers-config-path layers.json --num-virtual-stages-per-pipeline-rank 2"
+    " --pipeline-model-parallel-size 2",
+    "--hybrid-layer-pattern MG --tensor-model-parallel-size 2",
     "--heterogeneous-layers-config-encoded-json {}",
     "--num-experts 4 --tensor-model-parallel-size 2",
     "--moe-shared-expert-intermediate-size 16 --num-experts 4 --expert-model-parallel-size 2",

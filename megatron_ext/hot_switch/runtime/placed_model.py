@@ -66,7 +66,7 @@ class PlacedModel:
 
         Raises:
             RuntimeError: the model's layers lie elsewhere than the strategy says.
-            UserError: they would carry what they have seen from one document of a row on to the next.
+            UserError: they would carry their state from a document into the next one of a row.
         """
         from megatron.core import parallel_state
         from megatron.core.utils import unwrap_model
@@ -85,7 +85,7 @@ class PlacedModel:
         if attention != "padded" and self.view.shape.delta_net is not None:
             raise UserError(
                 f"--hot-switch-attention {attention} is not combined with Gated DeltaNet, which the model's config "
-                "asks for: it carries what it has seen of a document on to the next one of a row; use padded"
+                "asks for: it carries its state from a document into the next one of a row; use padded"
             )
         self.attention = attention
         self._masks = DocumentMasks([unwrap_model(chunk) for chunk in self.chunks], self.device, attention=attention)

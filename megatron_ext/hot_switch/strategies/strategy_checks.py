@@ -107,6 +107,7 @@ def model_problems(strategy: Strategy, shape: GptShape, together: Sequence[Strat
             f"{name}: a vocabulary of {shape.padded_vocab_size} rows cannot be divided over tp = {tp}; pad it to "
             f"{padded}, which suits every strategy of the list"
         )
+    problems += _delta_net_problems(strategy, shape)
     problems += _expert_problems(strategy, shape)
     problems += _pipeline_problems(strategy, shape)
     if not problems and not size_problems(strategy):
@@ -138,9 +139,6 @@ def _widths(shape: GptShape) -> list[tuple[str, int]]:
         widths.append(("hidden_size", shape.hidden_size))
     if shape.num_moe_experts and shape.moe_shared_expert_intermediate_size is not None:
         widths.append(("moe_shared_expert_intermediate_size", shape.moe_shared_expert_intermediate_size))
-    if shape.delta_net is not None:
-        widths.append(("linear_num_key_heads", shape.delta_net.key_heads))
-        widths.append(("linear_num_value_heads", shape.delta_net.value_heads))
     latent = shape.latent_attention
     if latent is not None and latent.cut_down_projections:
         common = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
@@ -148,6 +146,21 @@ def _widths(shape: GptShape) -> list[tuple[str, int]]:
         if latent.q_lora_rank is not None:
             widths.append(("q_lora_rank", latent.q_lora_rank))
     return widths
+
+
+def _delta_net_problems(strategy: Strategy, shape: GptShape) -> list[str]:
+    if shape.delta_net is None:
+        return []
+    heads = (
+        ("linear_num_key_heads", shape.delta_net.key_heads),
+        ("linear_num_value_heads", shape.delta_net.value_heads),
+    )
+    return [
+        f"strategy {strategy.label}: {what} {count} cannot be divided over tp*cp = {strategy.tp * strategy.cp}; change "
+        "one of them"
+        for what, count in heads
+        if count % (strategy.tp * strategy.cp)
+    ]
 
 
 def _expert_problems(strategy: Strategy, shape: GptShape) -> list[str]:
