@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -313,6 +313,14 @@ def _expert_bias_problems(args: Any, strategies: Sequence[Strategy]) -> list[str
     return problems
 
 
+def _with_sequence_parallelism_alone(args: Any) -> Iterator[str]:
+    """Yield what Megatron does under tensor parallelism with sequence parallelism alone, of what the model needs."""
+    if args.num_experts:
+        yield "trains experts under tensor parallelism"
+    if attention_variant(args) == "gated_delta_net":
+        yield "all-reduces the gradients of Gated DeltaNet's norms over tensor-parallel ranks"
+
+
 def _heterogeneous_problems(args: Any, strategies: Sequence[Strategy]) -> list[str]:
     """Return what Megatron 0.19 does not do with layers of a heterogeneous model."""
     problems = [
@@ -361,21 +369,13 @@ def _list_problems(args: Any, config: HotSwitchConfig) -> list[str]:
         return problems or [str(error)]
     home = listed.home
     problems += _connection_problems(listed.strategies) + _batch_problems(args, home)
-    if args.num_experts:
-        problems += [
-            f"strategy {strategy.label}: Megatron trains experts under tensor parallelism only with sequence "
-            "parallelism; add --sequence-parallel, or sequence_parallel: true in --hot-switch-strategy-file"
-            for strategy in listed.strategies
-            if strategy.tp > 1 and not strategy.sequence_parallel
-        ]
-    if attention_variant(args) == "gated_delta_net":
-        problems += [
-            f"strategy {strategy.label}: Megatron all-reduces the gradients of Gated DeltaNet's norms over "
-            "tensor-parallel ranks only with sequence parallelism; add --sequence-parallel, or sequence_parallel: true "
-            "in --hot-switch-strategy-file"
-            for strategy in listed.strategies
-            if strategy.tp > 1 and not strategy.sequence_parallel
-        ]
+    problems += [
+        f"strategy {strategy.label}: Megatron {what} only with sequence parallelism; add --sequence-parallel, or "
+        "sequence_parallel: true in --hot-switch-strategy-file"
+        for what in _with_sequence_parallelism_alone(args)
+        for strategy in listed.strategies
+        if strategy.tp > 1 and not strategy.sequence_parallel
+    ]
     if args.heterogeneous_layers_config_path is not None:
         problems += _heterogeneous_problems(args, listed.strategies)
     if args.num_experts and args.add_bias_linear:

@@ -28,7 +28,11 @@ def asks_to_switch(args: Any) -> bool:
 
 
 def attention_variant(args: Any) -> str | None:
-    """Return the variant of attention that a GPT's layers have, by one name in all releases; None for softmax."""
+    """Return the variant of attention that a GPT's layers have, by one name in all releases; None for softmax.
+
+    Args:
+        args: Megatron's arguments, or a model's `TransformerConfig`.
+    """
     variant: str | None = args.experimental_attention_variant
     # Upstream's main has a shorter name for one.
     return "gated_delta_net" if variant == "gdn" else variant

@@ -56,7 +56,7 @@ _ORDINARY_SOFTMAX = refused(
 )
 _EVERY_VARIANT = accepted("the row on --experimental-attention-variant has the say")
 _SWITCHED_DELTA_NET = tested(f"{STRATEGIES}test_delta_net.py::test_hot_equals_static")
-_ADDS_UP_WITH_SP_ALONE = refused(
+_REDUCES_WITH_SP_ALONE = refused(
     "Megatron 0.19 all-reduces the gradients of its norms over tensor-parallel ranks only with sequence parallelism, "
     "and without it these weights drift apart",
     "add --sequence-parallel",
@@ -325,7 +325,7 @@ LAYER_FUNCTION = (
             and not asks_to_switch(args)  # which checks each strategy
         ),
         flags=("--experimental-attention-variant", "--hybrid-layer-pattern"),
-        **everywhere(_ADDS_UP_WITH_SP_ALONE),
+        **everywhere(_REDUCES_WITH_SP_ALONE),
     ),
     row(
         "--experimental-attention-variant other than gated_delta_net",

@@ -7,14 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_ext.options.asked import attention_variant
 from megatron_ext.params.layer_parts import LayerPart
 from megatron_ext.params.tensors import ParamsError, require_sizes
-
-
-def variant_of(asked: Any) -> str | None:
-    """Return the variant of attention that a config or an argument namespace asks for, by one name in all releases."""
-    variant: str | None = asked.experimental_attention_variant
-    return "gated_delta_net" if variant == "gdn" else variant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +79,7 @@ def delta_net_of(asked: Any, kinds: Sequence[LayerPart] = ()) -> DeltaNet | None
         asked: the model's config, or Megatron's validated arguments.
         kinds: of the layers of a hybrid model; none of a GPT, whose variant of attention tells.
     """
-    if variant_of(asked) != "gated_delta_net" and "delta_net" not in kinds:
+    if attention_variant(asked) != "gated_delta_net" and "delta_net" not in kinds:
         return None
     return DeltaNet(
         layers=() if kinds else _delta_net_layers(asked),
@@ -98,7 +93,7 @@ def delta_net_of(asked: Any, kinds: Sequence[LayerPart] = ()) -> DeltaNet | None
 
 def sparse_indexer_of(asked: Any) -> SparseIndexer | None:
     """Return the sizes of sparse attention's indexer; None without it. See `delta_net_of`."""
-    if variant_of(asked) != "dsa":
+    if attention_variant(asked) != "dsa":
         return None
     return SparseIndexer(heads=asked.dsa_indexer_n_heads, head_dim=asked.dsa_indexer_head_dim)
 

@@ -11,7 +11,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.utils import unwrap_model
 
-from megatron_ext.params.attention_variants import delta_net_of, sparse_indexer_of, variant_of
+from megatron_ext.options.asked import attention_variant
+from megatron_ext.params.attention_variants import delta_net_of, sparse_indexer_of
 from megatron_ext.params.checks import check_chunk
 from megatron_ext.params.gpt_shape import GptShape, LatentAttention
 from megatron_ext.params.hybrid_pattern import kinds_of_pattern, stages_of_pattern
@@ -247,7 +248,7 @@ def _refuse_unsupported(chunks: Sequence[Any]) -> None:
         for field, meaning in UNSUPPORTED_OPTIONS.items()
         if getattr(config, field, None)
     ]
-    variant = variant_of(config)
+    variant = attention_variant(config)
     if variant not in (None, "gated_delta_net", "dsa"):
         used.append(f"experimental_attention_variant ({variant})")
     if getattr(config, "dsa_indexer_topk_freq", 1) > 1:

@@ -25,12 +25,7 @@ from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.run_options import run_options
 from megatron_ext.seams.damage import damaged_file
 from megatron_ext.seams.optimizer import fill_empty_states, fill_momentum, name_step_zero, take_steps
-from megatron_ext.seams.optimizer_format import (
-    no_pretrained,
-    other_schedule,
-    refuse_bound_format,
-    refuse_other_optimizer,
-)
+from megatron_ext.seams.optimizer_format import other_schedule, refuse_bound_format, refuse_other_optimizer
 
 __all__ = ["load_patches", "patches", "repairs"]
 
@@ -295,10 +290,10 @@ def _wrap_load_schedule(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise refusal from error
         except FileNotFoundError as error:
-            refusal = no_pretrained(run_options())
-            if refusal is None:
+            missing = _no_checkpoint(run_options())
+            if missing is None:
                 raise
-            raise refusal from error
+            raise UserError(missing) from error
 
     return load_checkpoint
 
@@ -338,6 +333,18 @@ def _missing(directory: str | None, args: Any) -> str | None:
         return None
     which = f"it has {', '.join(map(str, there))}" if there else "there are no checkpoints in it"
     return f"--ckpt-step {args.ckpt_step}: {directory} has no such iteration; {which}"
+
+
+def _no_checkpoint(args: Any) -> str | None:
+    """Return in words that `--pretrained-checkpoint` has no checkpoint, nor `--load`; None where one of them has."""
+    from megatron.training.checkpointing import checkpoint_exists
+
+    if args.pretrained_checkpoint is None or any(map(checkpoint_exists, (args.load, args.pretrained_checkpoint))):
+        return None
+    return (
+        f"--pretrained-checkpoint {args.pretrained_checkpoint}: there is no checkpoint in it "
+        f"(latest_checkpointed_iteration.txt), nor in --load {args.load}; give the folder of one, or drop it"
+    )
 
 
 def _damaged(directory: str | None, args: Any) -> str | None:

@@ -11,7 +11,6 @@ from megatron_ext.hooks import CheckpointRead, LoadContext
 from megatron_ext.legacy_format.legacy_layout import MODEL_ARGUMENTS, OPTIMIZER_ARGUMENTS
 
 __all__ = [
-    "no_pretrained",
     "other_schedule",
     "refuse_bound_format",
     "refuse_other_optimizer",
@@ -174,22 +173,6 @@ def other_schedule(error: AssertionError, directory: str) -> UserError | None:
         f"that saved it, {now}{counted} in this one. Where that is meant, as with more --train-iters or "
         "--train-samples, add --override-opt_param-scheduler for the schedule that this run's options give, or "
         "--use-checkpoint-opt_param-scheduler for the one that was saved"
-    )
-
-
-def no_pretrained(args: Any) -> UserError | None:
-    """Return what to tell the user where there is no checkpoint at all to begin with; None where there is one.
-
-    Args:
-        args: Megatron's arguments.
-    """
-    from megatron.training.checkpointing import checkpoint_exists
-
-    if args.pretrained_checkpoint is None or checkpoint_exists(args.pretrained_checkpoint):
-        return None
-    return UserError(
-        f"--pretrained-checkpoint {args.pretrained_checkpoint}: there is no checkpoint in it "
-        f"(latest_checkpointed_iteration.txt), nor in --load {args.load}; give the folder of one, or drop it"
     )
 
 

@@ -2,12 +2,12 @@
 """Options of training with hot switching: every mistake is named, all together, before anything starts."""
 
 import re
-from pathlib import Path
 
 import pytest
 
 from tests.hot_switch.runs import arguments
 from tests.support.distributed import run_ranks
+from tests.support.heterogeneous import LINEAR_LAYERS
 from tests.support.parsers import full_parser
 from tests.support.presets import DELTA_NET, toy_gpt
 from tests.support.pretrain import run_failing_pretrain, run_pretrain
@@ -242,7 +242,7 @@ CASES = {
             ["2,1,1", "1,2,1"],
             [32, 8, 0],
             sequence_parallel=True,
-            heterogeneous_layers_config_path=str(Path(__file__).parents[1] / "options" / "linear_layers.json"),
+            heterogeneous_layers_config_path=str(LINEAR_LAYERS),
         ),
         ["strategy 1,2,1: Megatron gathers the outputs of linear layers along another axis with sequence parallelism"],
     ),

@@ -15,6 +15,7 @@ from megatron_ext.options.verdict import CIRCUMSTANCES, OptionVerdict, accepted,
 from megatron_ext.support import markdown
 from tests.backends.test_cpu_options import REFUSED as NEEDS_A_GPU
 from tests.support.distributed import REPOSITORY, run_ranks
+from tests.support.heterogeneous import LINEAR_LAYERS
 
 WITHOUT_A_TEST = {
     ON_A_GPU.reason,
@@ -312,9 +313,9 @@ DOUBTFUL = [
     "--eval-interval 0",
     "--make-vocab-size-divisible-by 0",
     "--heterogeneous-layers-config-path layers.json --num-experts 4 --disable-bias-linear",
-    f"--heterogeneous-layers-config-path {Path(__file__).with_name('linear_layers.json')}"
+    f"--heterogeneous-layers-config-path {LINEAR_LAYERS}"
     " --tensor-model-parallel-size 2 --sequence-parallel",
-    f"--heterogeneous-layers-config-path {Path(__file__).with_name('linear_layers.json')} --num-layers 2",
+    f"--heterogeneous-layers-config-path {LINEAR_LAYERS} --num-layers 2",
     "--heterogeneous-layers-config-path layers.json --num-virtual-stages-per-pipeline-rank 2"
     " --pipeline-model-parallel-size 2",
     "--hybrid-layer-pattern MG --tensor-model-parallel-size 2",

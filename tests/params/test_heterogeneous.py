@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensors of heterogeneous models; tests/local_sgd/test_heterogeneous_layers.py holds them against live models."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -73,13 +75,6 @@ def test_norms_that_transformer_engine_keeps_inside_a_linear_layer_have_names_of
 
 def test_layers_are_as_many_as_the_model_has() -> None:
     with pytest.raises(ParamsError, match="layer_blocks must have one entry per layer"):
-        GptShape(
-            num_layers=2,
-            hidden_size=4,
-            ffn_hidden_size=8,
-            num_attention_heads=4,
-            padded_vocab_size=8,
-            layer_blocks=BLOCKS,
-        )
+        replace(TINY, num_layers=2)
     with pytest.raises(ParamsError, match="heterogeneous layers: ffn_hidden_size"):
         LayerBlock(parts=("mlp",), ffn_hidden_size=0)

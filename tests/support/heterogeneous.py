@@ -7,6 +7,9 @@ from typing import Any
 
 from tests.support.presets import Options
 
+LINEAR_LAYERS = Path(__file__).with_name("linear_layers.json")
+"""A description of one layer, whose MLP is one linear layer."""
+
 HETEROGENEOUS: Options = {
     "num_layers": 4,
     "swiglu": True,

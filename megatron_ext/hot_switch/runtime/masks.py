@@ -39,7 +39,7 @@ class DocumentMasks:
             chunks: this rank's GPTModels, not wrapped.
             device: of the masks.
             attention: "documents", one at a time; "rows", with a mask for Megatron's own attention; or "padded", as the
-                first, where a row has one document and layers without attention need not be told.
+                first, where a row has one document and recurrent layers need not be told.
         """
         self._device = device
         self._by_document = attention != "rows"
