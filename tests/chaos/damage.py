@@ -50,7 +50,9 @@ class Damage:
         """Return whether a server that runs, or a peer, has said that the file is damaged."""
         if self._path.suffix != ".safetensors":
             return False
-        is_said_there = "listening at" in output and "damaged on the disk" in output
+        # Its own run has a server refuse to start; that of another server's, to follow that one.
+        does_not_follow = "cannot follow the first server" in output and self._path.name in output
+        is_said_there = "listening at" in output and ("damaged on the disk" in output or does_not_follow)
         is_said = is_said_there or any("snapshot on the server is damaged" in said for said in told)
         if is_said:
             self.struck.outcome = f"noticed at use ({self._what})"

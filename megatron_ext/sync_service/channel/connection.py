@@ -15,6 +15,7 @@ from megatron_ext.errors import UserError
 from megatron_ext.sync_service.channel.address import is_loopback, split_address
 from megatron_ext.sync_service.channel.line import Line, Stalled, Watch
 from megatron_ext.sync_service.channel.proxy import proxy_variable
+from megatron_ext.sync_service.channel.reminder import Reminder
 from megatron_ext.sync_service.channel.security import SECRET_KEY, TOKEN_KEY, read_token
 from megatron_ext.sync_service.channel.tls import client_credentials, what_tls_says
 from megatron_ext.sync_service.protocol.durations import LONGEST_SECONDS, can_be_waited
@@ -114,6 +115,7 @@ class Connection:
         self._abandoned = threading.Event()
         self._has_answered = False
         self._is_away = False
+        self._reminder = Reminder()
         self._sent = self._received = 0
         self._line: Line | None = None
         self._given_up: list[Line] = []
@@ -287,11 +289,16 @@ class Connection:
                     f"server {self.config.server} has not answered {what} for {away:.0f} s "
                     f"({code.name}: {text}); {wrong or self._advice(code)}, then start again"
                 ) from problem
-            # Once for all streams that meet the same outage.
+            # Once for all streams that meet the same outage, and later that it lasts, for another reason perhaps.
             with self._lock:
                 is_new, self._is_away = not self._is_away, True
+                if is_new:
+                    self._reminder = Reminder()
+                is_due = self._reminder.is_due(away)
             if is_new:
                 log.warning("%s: %s (%s); trying again", what, code.name, text)
+            elif is_due:
+                log.warning("%s: %s (%s); trying for %.0f s by now", what, code.name, text, away)
             # Peers that lost the server at the same moment must not come back at the same moment.
             self._abandoned.wait(min(pause * random.uniform(0.5, 1.0), left))
             pause = min(2 * pause, _LONGEST_PAUSE)

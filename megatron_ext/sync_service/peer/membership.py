@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_ext.errors import UserError
 from megatron_ext.sync_service.channel.connection import Connection
+from megatron_ext.sync_service.channel.reminder import Reminder
 from megatron_ext.sync_service.peer.config import ClientConfig
 from megatron_ext.sync_service.peer.heartbeat import Heartbeat
 from megatron_ext.sync_service.peer.job import Job
@@ -261,12 +262,16 @@ class Membership:
         call_seconds = self._connection.config.call_seconds
         request.seconds = min(_POLL_SECONDS, call_seconds)
         deadline = request.seconds + min(_ANSWER_SECONDS, call_seconds)
+        began, reminder = time.monotonic(), Reminder()
         while True:
             reply = self._connection.call(method, request, seconds=deadline)
             if reply.state:  # 0 is to wait
                 return reply
+            number = request.round if method == "Await" else reply.round
+            waited = time.monotonic() - began
+            if reminder.is_due(waited):
+                log.warning("round %d has not come in %.0f s: %s", number, waited, reply.message)
             if time.monotonic() > end:
-                number = request.round if method == "Await" else reply.round
                 raise UserError(
                     f"round {number} has not come in {self._config.round_seconds:.0f} s: {reply.message}; bring the "
                     "missing peers back, or lower the run's quorum and restart the server"

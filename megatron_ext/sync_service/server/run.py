@@ -167,9 +167,11 @@ class Run:
 
         Raises:
             NotWhole: it is not whole, perhaps because a former server had the rest.
-            Refusal: the caller is refused.
+            Refusal: the caller is refused, or a shard does not go along.
             OSError: the disk refuses, or a shard does.
         """
+        if self._shards.problem:  # rather than wait for it: the peer's log is where its operator looks
+            raise Refusal("later", self._shards.problem)
         with self._unwritten.noting():
             return self._commit(peer, instance, number, report)
 

@@ -209,7 +209,8 @@ class ShardRun:
                 log.error("run %s: cannot follow the first server: %s", self.name, refusal)
             self._refused = str(refusal)
             raise
-        self._refused = ""
+        if not followed.wants_catalog:  # else the same word comes once more, with it
+            self._refused = ""
         return followed
 
     def _followed(self, word: Word) -> Any:
@@ -433,4 +434,6 @@ class ShardRun:
             self.changes.wait(end - time.monotonic())
 
     def _no_word(self) -> Refusal:
+        if self._refused:
+            return Refusal("later", f"{self._title} cannot follow the first server: {self._refused}")
         return Refusal("later", f"{self._title} hears nothing of the first server, {self._server.shards[0]}")

@@ -207,6 +207,42 @@ def test_a_shard_that_is_missing_or_has_another_list_is_named_to_everybody(
     )
 
 
+def test_a_peer_is_told_that_the_values_of_a_shard_are_damaged_and_continues_once_they_are_restored(
+    make_service: MakeService,
+):
+    service = make_service()
+    cluster = Cluster(service, 2)
+    cluster.start_all({1: "upload_checked:2"})
+    start = start_values(7)
+    told = "its folder lacks values of run 'demo', or they are damaged"
+    with (
+        service.client("p0", start, index=0, connection={"patience_seconds": 8, "call_seconds": 6}) as p0,
+        service.client("p1", start, index=1) as p1,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        held = {client: client.start(start) for client in (p0, p1)}
+        sent = {client: trained(values, client.index, 1) for client, values in held.items()}
+        upload = pool.submit(p0.upload, 1, sent[p0])
+        assert cluster.servers[1].wait() == -signal.SIGKILL
+        (snapshot,) = (service.state / "shard-1" / "runs" / "demo" / "snapshots").iterdir()
+        whole = snapshot.read_bytes()
+        snapshot.write_bytes(bytes([whole[0] ^ 1]) + whole[1:])
+        cluster.start(1)
+        until(lambda: told in cluster.servers[0].output, "the first server's words")
+        with pytest.raises(UserError, match=f"has not answered Commit .*shard 1 at .*{told}.*restore it from a copy"):
+            upload.result()
+        with pytest.raises(UserError, match=f"has not answered Upload .*shard 1 cannot follow the first .*{told}"):
+            p0.upload(1, sent[p0])
+        cluster.servers[1].kill()
+        # It was asked every second; the first server's log has it once as well.
+        assert [server.output.count(told) for server in (cluster.servers[1], cluster.servers[0])] == [1, 1]
+        snapshot.write_bytes(whole)
+        cluster.start(1)
+        for client in (p0, p1):
+            client.upload(1, sent[client])
+        assert digest(p0.fetch(1, sent[p0]).values) == digest(p1.fetch(1, sent[p1]).values)
+
+
 class Shard1:
     """Shard 1 of 2 in this process, and what the first server tells it."""
 
@@ -316,6 +352,8 @@ def test_a_shard_takes_what_was_used_or_has_become_too_old_no_second_time(tmp_pa
 def test_a_shard_that_cannot_follow_says_so_in_its_own_log_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     shard = Shard1(tmp_path)
     for _ in range(2):
+        # Started again it is told without the catalog first, each time, and asks for it.
+        assert shard.follow(open_round=3, catalog=None).wants_catalog
         with pytest.raises(Refusal):
             shard.follow(open_round=3)
     (said,) = [line.getMessage() for line in caplog.records]
