@@ -206,6 +206,11 @@ COMMANDS = (
     Command(name="chaos_shards", line=f"{_CHAOS} --seeds 200-203 --minutes 1 --shards 2 --table", minutes=6),
     Command(name="chaos_guards", line=f"{_CHAOS} --seeds 402-405 --minutes 1 --guards --table", minutes=6),
     Command(
+        name="chaos_experts",
+        line=f"{_CHAOS} --seeds 530-533 --minutes 1 --experts --tls --shards 2 --table",
+        minutes=6,
+    ),
+    Command(
         name="chaos_jobs",
         line=f"{_CHAOS} --jobs --seeds 2 5 --minutes 1 --faults-per-hour 720 --table",
         minutes=10,

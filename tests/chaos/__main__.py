@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_ext.errors import UserError, report
-from tests.chaos.command_line import check, make_parser
+from tests.chaos.command_line import check, flags_of_kind, make_parser
 from tests.chaos.report import as_table, figures, said_of_violations
 from tests.chaos.schedule import Fault, draw, read_schedule, shrink, write_schedule
 from tests.chaos.settings import Settings, peer_name
@@ -61,7 +61,9 @@ def _drawn(options: argparse.Namespace, seed: int) -> tuple[Settings, Sequence[F
     if options.jobs:
         settings = Settings.of_jobs(seed)
     else:
-        settings = Settings.of_seed(seed, shards=options.shards, guarded=options.guards)
+        settings = Settings.of_seed(
+            seed, shards=options.shards, guarded=options.guards, experts=options.experts, tls=options.tls
+        )
     names = [peer_name(index) for index in range(settings.peers)]
     seconds = 60 * options.minutes
     if options.schedule:
@@ -115,12 +117,6 @@ def _made(settings: Settings, faults: Sequence[Fault], seconds: float, folder: P
     return figures(run(settings, faults, seconds=seconds, folder=folder, zygote=zygote))
 
 
-def _flags_of_kind(options: argparse.Namespace) -> str:
-    """Return the flags that say what kind of run a seed stands for."""
-    said = {"--jobs ": options.jobs, "--guards ": options.guards, f"--shards {options.shards} ": options.shards > 1}
-    return "".join(text for text, is_given in said.items() if is_given)
-
-
 def _say_how_to_run_again(
     options: argparse.Namespace,
     settings: Settings,
@@ -145,7 +141,7 @@ def _say_how_to_run_again(
     lines += [f"  {fault}" for fault in fewer]
     lines += [
         f"files: {folder}",
-        f"again: python -m tests.chaos {_flags_of_kind(options)}--seed {settings.seed} "
+        f"again: python -m tests.chaos {' '.join([*flags_of_kind(options), ''])}--seed {settings.seed} "
         f"--minutes {options.minutes:g} --schedule {path}",
     ]
     print("\n".join(lines), file=place, flush=True)

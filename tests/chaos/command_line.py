@@ -13,7 +13,7 @@ from benchmarks.command_line import EachOnce, writable
 from megatron_ext.cli.command_parser import CommandParser
 from megatron_ext.errors import UserError
 
-__all__ = ["check", "make_parser"]
+__all__ = ["check", "flags_of_kind", "make_parser"]
 
 _MOST_FAULTS = 36_000
 """Of an hour: what is more often than ten a second cannot begin at its time."""
@@ -52,6 +52,8 @@ def make_parser(about: str | None) -> argparse.ArgumentParser:
         help="a run with each of these, one after the other: 7 9 or 100-109",
     )
     parser.add_argument("--jobs", action="store_true", help="peers that are Megatron jobs, instead of synthetic ones")
+    parser.add_argument("--experts", action="store_true", help="let each peer train only some experts (SPES)")
+    parser.add_argument("--tls", action="store_true", help="encrypt everything, and ask for a token and certificates")
     parser.add_argument("--guards", action="store_true", help="judge and weight contributions by their norms (EDiT)")
     parser.add_argument(
         "--shards", type=int, default=1, metavar="N", help="servers that share the values among them, 1 or 2 (1)"
@@ -89,11 +91,23 @@ def check(options: argparse.Namespace) -> None:
         raise UserError(f"--faults-per-hour is {options.faults_per_hour:g}; give {_MOST_FAULTS} (ten a second) or less")
     if not 1 <= options.shards <= _MOST_SHARDS:
         raise UserError(f"--shards is {options.shards}; give 1 to {_MOST_SHARDS}: the model has as many tensors")
-    for option, is_given in ((f"--shards {options.shards}", options.shards > 1), ("--guards", options.guards)):
-        if options.jobs and is_given:
+    for option in flags_of_kind(options):
+        if options.jobs and option != "--jobs":
             raise UserError(f"{option} is for synthetic peers; drop it, or --jobs")
     if not 0 <= options.shrink <= _MOST_RUNS:
         raise UserError(f"--shrink is {options.shrink}; give 0 to {_MOST_RUNS}")
+
+
+def flags_of_kind(options: argparse.Namespace) -> list[str]:
+    """Return the flags that say what kind of run a seed stands for."""
+    said = {
+        "--jobs": options.jobs,
+        "--guards": options.guards,
+        "--experts": options.experts,
+        "--tls": options.tls,
+        f"--shards {options.shards}": options.shards > 1,
+    }
+    return [flag for flag, is_given in said.items() if is_given]
 
 
 def _seeds(text: str) -> range:

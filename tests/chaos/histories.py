@@ -20,7 +20,7 @@ ROUNDS = [[0, 1, 2], [0, 2], [0, 1, 2], [0, 1, 2]]
 def history() -> History:
     """Return it: three peers, one second a round."""
     settings = Settings(seed=3, quorum=2)
-    task = Task(settings.seed)
+    task = Task(settings.seed, settings.owners)
     taken = [0, 0, 0]
     contributions = []
     for counting in ROUNDS:

@@ -38,7 +38,7 @@ def run(job: dict[str, Any]) -> int:
     """Train until the file `stop` names a round that is there; return the exit code.
 
     Args:
-        job: `settings`, `index`, `server` (address) and `folder`, where the peer's files are.
+        job: `settings`, `index`, `server` (address), `files` for its connection, and `folder`, where the peer's are.
     """
     return _Peer(job).run()
 
@@ -48,12 +48,12 @@ class _Peer:
         self._settings = Settings(**job["settings"])
         self._index, self._folder = job["index"], Path(job["folder"])
         self._name = peer_name(self._index)
-        self._task = Task(self._settings.seed)
-        self._server = job["server"]
+        self._task = Task(self._settings.seed, self._settings.owners)
+        self._server, self._files = job["server"], job["files"]
 
     def run(self) -> int:
         config = ClientConfig(
-            connection=ConnectionConfig(server=self._server, patience_seconds=180, call_seconds=5),
+            connection=ConnectionConfig(server=self._server, patience_seconds=180, call_seconds=5, **self._files),
             run=RUN,
             peer=self._name,
             index=self._index,
@@ -64,7 +64,7 @@ class _Peer:
             round_seconds=240,
             heartbeat_seconds=0.5,
         )
-        with SyncClient(config, self._task.start) as client:
+        with SyncClient(config, self._task.catalog) as client:
             try:
                 self._train(client)
             except UserError as error:
@@ -139,9 +139,11 @@ class _Peer:
         kind = path.read_text()
         path.unlink()
         self._log("poisoned", kind=kind)
-        bias = values["layer.0.bias"].clone()
-        bias[0] = POISON[kind]
-        return {**values, "layer.0.bias": bias}
+        # The last one of its own: with experts, one that the server has from few.
+        name = [spec.name for spec in self._task.catalog if spec.is_trained_by(self._index)][-1]
+        poisoned = values[name].clone()
+        poisoned.view(-1)[0] = POISON[kind]
+        return {**values, name: poisoned}
 
     def _stop(self) -> float:
         path = self._folder / "stop"

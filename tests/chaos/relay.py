@@ -9,7 +9,7 @@ import threading
 import time
 from contextlib import suppress
 
-__all__ = ["DataFrames", "Direction", "Relay"]
+__all__ = ["DataFrames", "Direction", "Records", "Relay"]
 
 _CHUNK = 1 << 14
 _POLL_SECONDS = 0.02
@@ -81,10 +81,34 @@ class DataFrames:
             self._flip_at = self._dice.randrange(self._payload // 2, self._payload)
 
 
+class Records:
+    """Flips bits of an encrypted connection, which ends by that."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self._dice = dice
+
+    def passed(self, data: bytes, direction: Direction) -> bytes:
+        """Return bytes as they arrive."""
+        if direction.flips <= 0 or len(data) < _BULK:
+            return data
+        direction.flips -= 1
+        found = bytearray(data)
+        found[self._dice.randrange(len(found))] ^= 1 << self._dice.randrange(8)
+        return bytes(found)
+
+
 class Relay:
     """Listens for one peer, and passes on what comes to a port of this machine, and back."""
 
-    def __init__(self, port: int, seed: int) -> None:
+    def __init__(self, port: int, seed: int, *, is_encrypted: bool = False) -> None:
+        """Begin to listen.
+
+        Args:
+            port: of this machine.
+            seed: decides which bits are flipped.
+            is_encrypted: whether frames cannot be told, so that a bit may be flipped wherever many bytes come at once.
+        """
+        self._is_encrypted = is_encrypted
         self.up, self.down = Direction(), Direction()
         self._target, self._dice = port, random.Random(seed)
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -125,7 +149,8 @@ class Relay:
         server.close()
 
     def _pump(self, source: socket.socket, target: socket.socket, direction: Direction, is_up: bool) -> None:
-        frames = DataFrames(is_up=is_up, dice=random.Random(self._dice.random()))
+        dice = random.Random(self._dice.random())
+        frames = Records(dice) if self._is_encrypted else DataFrames(is_up=is_up, dice=dice)
         with suppress(OSError):  # either side is gone
             while data := source.recv(_CHUNK):
                 direction.delay(len(data))

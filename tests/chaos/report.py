@@ -91,10 +91,14 @@ def _commits(history: History) -> list[dict[str, Any]]:
 def kind_of(settings: dict[str, Any]) -> str:
     """Return how the peers of a run meet."""
     kind = "asynchronous" if settings["asynchronous"] else f"quorum {settings['quorum']} of {settings['peers']}"
-    guards = ", guards" if settings["guarded"] else ""
-    servers = f", {settings['shards']} servers" if settings["shards"] > 1 else ""
     step = "mean" if settings["outer_momentum"] is None else "outer SGD"
-    return f"{kind}, {settings['codec']}, {step}{guards}{servers}"
+    said = {
+        "guards": settings["guarded"],
+        "experts": settings["experts"],
+        "TLS": settings["tls"],
+        f"{settings['shards']} servers": settings["shards"] > 1,
+    }
+    return ", ".join([kind, settings["codec"], step, *(text for text, holds in said.items() if holds)])
 
 
 def as_table(found: dict[str, Any]) -> str:

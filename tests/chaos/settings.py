@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.chaos.schedule import server_names
 
-__all__ = ["BATCH", "OUTER_RATE", "RUN", "STEPS", "Settings", "peer_name"]
+__all__ = ["BATCH", "EXPERTS", "OUTER_RATE", "RUN", "STEPS", "Settings", "peer_name"]
 
 RUN = "demo"
 STEPS = 4
@@ -18,6 +18,8 @@ BATCH = 8
 """Samples of a step."""
 OUTER_RATE = 0.7
 """Of outer SGD."""
+EXPERTS = 6
+"""Where there are any."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,9 +62,17 @@ class Settings:
     guarded: bool = False
     """Whether contributions are judged and weighted by their norms, from which the server learns."""
 
+    experts: bool = False
+    """Whether each peer trains only some experts, which are merged now and then (SPES)."""
+
+    tls: bool = False
+    """Whether everything is encrypted, and peers and servers show a token and certificates."""
+
     @classmethod
-    def of_seed(cls, seed: int, *, shards: int = 1, guarded: bool = False) -> Settings:
-        """Return the settings that a seed stands for, with as many servers, and with guards or without."""
+    def of_seed(
+        cls, seed: int, *, shards: int = 1, guarded: bool = False, experts: bool = False, tls: bool = False
+    ) -> Settings:
+        """Return the settings that a seed stands for, beside those that are given."""
         dice = random.Random(f"settings {seed}")
         asynchronous = dice.random() < 0.25
         return cls(
@@ -74,6 +84,8 @@ class Settings:
             save_every=dice.choice((1, 3)),
             shards=shards,
             guarded=guarded,
+            experts=experts,
+            tls=tls,
         )
 
     @classmethod
@@ -99,6 +111,25 @@ class Settings:
         return self.codec == "fp32" and not self.jobs and not (self.guarded and self.asynchronous)
 
     @property
+    def has_reference(self) -> bool:
+        """Whether the run without faults that the final loss is compared with is of the same method: where
+        contributions come one by one it has no guards, whose verdicts hang on what came when.
+        """
+        return not (self.guarded and self.asynchronous)
+
+    @property
+    def owners(self) -> tuple[tuple[int, ...], ...]:
+        """Of every expert, who trains it. The last ones have two owners, except where contributions come one by one:
+        there one of several counts as what the others have sent last makes of it.
+        """
+        if not self.experts:
+            return ()
+        found = [{expert % self.peers} for expert in range(EXPERTS)]
+        for expert in () if self.asynchronous else (EXPERTS - 2, EXPERTS - 1):
+            found[expert].add((expert + 1) % self.peers)
+        return tuple(tuple(sorted(owners)) for owners in found)
+
+    @property
     def servers(self) -> tuple[str, ...]:
         """What the servers are called."""
         return server_names(self.shards)
@@ -114,6 +145,14 @@ class Settings:
                 "ewma_warmup_steps": 5,
                 "ewma_threshold": 1.0,
                 "pseudo_gradnorm_reduce": True,
+            }
+        if self.experts:
+            found |= {
+                "sync_steps": STEPS,
+                "merge_interval": 2 * STEPS,
+                "merge_alpha_start": 0.05,
+                "merge_decay_steps": 4000,
+                "merge_topk": 2,
             }
         if self.asynchronous:
             found["rounds"] = "asynchronous"

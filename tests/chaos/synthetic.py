@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tests.chaos import actions
+from tests.chaos.credentials import Credentials
 from tests.chaos.damage import Damage
 from tests.chaos.history import End, History, JournalTail, Struck
 from tests.chaos.relay import Relay
@@ -72,11 +73,13 @@ class Synthetic:
         self._server_config = folder / "server.json"
         addresses = [f"127.0.0.1:{port}" for port in (self._port, *(free_port() for _ in settings.servers[1:]))]
         where = {"bind": addresses[0]} if settings.shards == 1 else {"shards": addresses}
+        self._credentials = Credentials(folder / "credentials") if settings.tls else None
+        files = {} if self._credentials is None else self._credentials.of_servers(settings.shards)
         self._server_config.write_text(
-            json.dumps({"dir": str(folder / "state"), **where, "runs": {RUN: settings.run_config()}})
+            json.dumps({"dir": str(folder / "state"), **where, **files, "runs": {RUN: settings.run_config()}})
         )
         self._names = [peer_name(index) for index in range(settings.peers)]
-        self.relays = {name: Relay(self._port, settings.seed) for name in self._names}
+        self.relays = {name: Relay(self._port, settings.seed, is_encrypted=settings.tls) for name in self._names}
         self.strains = {name: Strain(folder / f"{name}.strain") for name in (*settings.servers, *self._names)}
         self._away: set[str] = set()
         self._starts: dict[str, float] = {}
@@ -134,6 +137,7 @@ class Synthetic:
             "settings": self._settings.as_json(),
             "index": self._names.index(who),
             "server": self.relays[who].address,
+            "files": {} if self._credentials is None else self._credentials.of_peers,
             "folder": str(self.folder),
         }
         return self._forked(who, {"call": "tests.chaos.peer:run", "arguments": arguments})
@@ -285,7 +289,7 @@ class Synthetic:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def _conclude(self) -> None:
-        history, task = self.history, Task(self._settings.seed)
+        history, task = self.history, Task(self._settings.seed, self._settings.owners)
         self.tail.look()
         history.journal = self.tail.events
         history.read_peers(self.folder)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ QUICK = {
     "all together in int8": Settings.of_seed(68),
     "asynchronous in fp32": Settings.of_seed(919),
     "two servers and guards": Settings.of_seed(402, shards=2, guarded=True),
+    "experts behind TLS": Settings.of_seed(690, experts=True, tls=True),
 }
 """With all 16 kinds of faults."""
 SEEDS = range(100, 110)
@@ -43,13 +45,27 @@ def test_promises_hold_under_a_dozen_faults(zygote: Zygote, tmp_path: Path, kind
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(("shards", "guarded"), [(1, False), (1, True), (2, False)])
-def test_promises_hold_for_two_minutes(zygote: Zygote, tmp_path: Path, seed: int, shards: int, guarded: bool):
-    settings = Settings.of_seed(seed, shards=shards, guarded=guarded)
+@pytest.mark.parametrize(
+    "kind",
+    [{}, {"guarded": True}, {"shards": 2}, {"experts": True}, {"experts": True, "shards": 2, "tls": True}],
+    ids=str,
+)
+def test_promises_hold_for_two_minutes(zygote: Zygote, tmp_path: Path, seed: int, kind: dict[str, Any]):
+    settings = Settings.of_seed(seed, **kind)
     faults = draw(seed, seconds=120, faults_per_hour=600, peers=("p0", "p1", "p2"), servers=settings.servers)
     history = run_synthetic(settings, faults, seconds=120, folder=tmp_path, zygote=zygote)
     found = figures(history)
     assert not found["violations"], as_table(found)
+
+
+def test_a_bit_that_flips_in_what_is_encrypted_costs_no_process(zygote: Zygote, tmp_path: Path):
+    faults = [
+        Fault(kind=f"corrupt frames {way}", at=at, seconds=0.4, target=f"p{at % 3:.0f}", dice=0)
+        for at, way in enumerate(("down", "up", "down", "down"))
+    ]
+    settings = Settings(seed=4, tls=True, step_seconds=0.02)
+    found = figures(run_synthetic(settings, faults, seconds=4, folder=tmp_path, zygote=zygote))
+    assert found["faults"] == 4 and not found["violations"], as_table(found)
 
 
 @pytest.mark.slow

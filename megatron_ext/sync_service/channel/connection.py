@@ -43,7 +43,9 @@ _RETRIED = (
     # What a dying server leaves of a call.
     grpc.StatusCode.CANCELLED,
 )
-_DAMAGED = (grpc.StatusCode.DATA_LOSS,)
+_DAMAGED = (grpc.StatusCode.DATA_LOSS, grpc.StatusCode.UNKNOWN)
+"""No server of ours answers with the latter: a connection broke, as TLS breaks it at the first byte that is not what
+was sent, or something else listens there."""
 
 
 class DamagedOnTheWay(Exception):
@@ -259,6 +261,8 @@ class Connection:
             except grpc.RpcError as error:
                 code, text = error.code(), error.details() or ""
                 is_damage = code in _DAMAGED
+                if code == grpc.StatusCode.UNKNOWN and self._has_answered:
+                    code, is_damage = grpc.StatusCode.UNAVAILABLE, False
                 problem = error
             except DamagedOnTheWay as error:
                 code, text, is_damage = grpc.StatusCode.DATA_LOSS, str(error), True
