@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 from megatron.core import num_microbatches_calculator
 
 from megatron_ext.options import asks_to_switch
 
-__all__ = ["batch_size_problem", "schedule_problem"]
+__all__ = ["batch_size_problem", "schedule_problem", "sizes_problem"]
+
+_REPLICAS = "(world size / TP*PP*CP)"
 
 
 def batch_size_problem(args: Any) -> str | None:
@@ -31,38 +34,85 @@ def batch_size_problem(args: Any) -> str | None:
     # Releases before 0.19 evaluate with the sizes of a step.
     evaluated = (getattr(args, f"eval_{name}_batch_size", None) for name in ("global", "micro"))
     batch, micro = (own or other for own, other in zip(evaluated, of_steps, strict=True))
-    return _problem("eval-", batch, micro, replicas) if hasattr(args, "eval_global_batch_size") else None
+    if not hasattr(args, "eval_global_batch_size"):
+        return None
+    source = "" if args.eval_global_batch_size else " (that of --global-batch-size, unless it is given)"
+    return _problem("eval-", batch, micro, replicas, source)
 
 
 def schedule_problem(args: Any) -> str | None:
-    """Return why Megatron cannot read the schedule of batch sizes, which it does after all arguments are taken.
+    """Return why Megatron cannot read the schedule of batch sizes, or would stop in the middle of it.
+
+    It reads it after all arguments are taken. Strategies that are switched have sizes of their own, by which hot
+    switching asks `sizes_problem`.
 
     Args:
         args: Megatron's arguments as parsed.
+    """
+    try:
+        sizes = _scheduled_sizes(args)
+    except (AssertionError, ValueError) as error:
+        return (
+            f"--step-batch-size-schedule {args.step_batch_size_schedule!r}: {error}; give pairs of a threshold in "
+            f"tokens, the first 0 and each a sequence ({args.seq_length}) or more above the one before, and a batch "
+            "size, such as '0:4 64K:8'"
+        )
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    if not sizes or args.world_size % model or asks_to_switch(args) or (args.micro_batch_size or 0) < 1:
+        return None
+    replicas = args.world_size // model
+    factors = f"--micro-batch-size {args.micro_batch_size} times the data-parallel size {replicas} {_REPLICAS}"
+    return sizes_problem(args, args.micro_batch_size * replicas, factors)
+
+
+def sizes_problem(args: Any, whole: int, factors: str) -> str | None:
+    """Return at which size of its schedule Megatron would stop, and the way out.
+
+    Args:
+        args: Megatron's arguments as parsed, with a schedule that can be read, or none.
+        whole: samples of which a batch must be a multiple.
+        factors: where that comes from, for the message.
+    """
+    sizes = _scheduled_sizes(args)
+    title = f"--step-batch-size-schedule {getattr(args, 'step_batch_size_schedule', None)!r}"
+    for size in sizes:
+        if size % whole:
+            return f"{title}: the batch size {size} is not a multiple of {factors}; give {_multiples(size, whole)}"
+    for size, following in pairwise(sizes):
+        if following < size:
+            return (
+                f"{title}: the batch size falls from {size} to {following}, and Megatron stops where the number of "
+                "micro-batches does; give sizes that grow, and start the run again with --load and a smaller "
+                "--global-batch-size where it is to fall"
+            )
+    return None
+
+
+def _scheduled_sizes(args: Any) -> list[int]:
+    """Return the batch sizes of the schedule in their order; none without one.
+
+    Raises:
+        AssertionError, ValueError: it cannot be read.
     """
     # Releases before 0.19 have no schedules.
     calculator = getattr(num_microbatches_calculator, "StepBatchsizeNumMicroBatchesCalculator", None)
     schedule = getattr(args, "step_batch_size_schedule", None)
     if calculator is None or schedule is None or args.seq_length is None:
-        return None
-    try:
-        calculator(1, 1, False, -1, schedule, args.seq_length)
-    except (AssertionError, ValueError) as error:
-        return (
-            f"--step-batch-size-schedule {schedule!r}: {error}; give pairs of a threshold in tokens, the first 0 and "
-            f"each a sequence ({args.seq_length}) or more above the one before, and a batch size, such as '0:4 64K:8'"
-        )
-    return None
+        return []
+    return [int(size) for _, size in calculator(1, 1, False, -1, schedule, args.seq_length).schedule]
 
 
-def _problem(which: str, batch: int | None, micro: int | None, replicas: int) -> str | None:
+def _problem(which: str, batch: int | None, micro: int | None, replicas: int, source: str = "") -> str | None:
     """Return why one batch cannot be dealt out; sizes that are not given, or wrong by themselves, Megatron judges."""
     if not batch or batch < 0 or not micro or micro < 0 or batch % (micro * replicas) == 0:
         return None
-    whole = micro * replicas
-    below = batch // whole * whole
     return (
-        f"--{which}global-batch-size is {batch}, which is not a multiple of --{which}micro-batch-size {micro} times "
-        f"the data-parallel size {replicas} (world size / TP*PP*CP); "
-        f"give {f'{below} or ' if below else ''}{below + whole}"
+        f"--{which}global-batch-size is {batch}{source}, which is not a multiple of --{which}micro-batch-size {micro} "
+        f"times the data-parallel size {replicas} {_REPLICAS}; give {_multiples(batch, micro * replicas)}"
     )
+
+
+def _multiples(size: int, whole: int) -> str:
+    """Return the multiples beside a size, without 0."""
+    below = max(size, 0) // whole * whole
+    return f"{f'{below} or ' if below else ''}{below + whole}"

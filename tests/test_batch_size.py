@@ -40,12 +40,14 @@ SIZES = {
         ({"global_batch_size": 14, "hot_switch_strategies": ["1,1,1"]}, None),
         (
             {"global_batch_size": 14, "decrease_batch_size_if_needed": True},
-            "--eval-global-batch-size is 14, which is not a multiple of --eval-micro-batch-size 2 times",
+            "--eval-global-batch-size is 14 (that of --global-batch-size, unless it is given), which is not a multiple "
+            "of --eval-micro-batch-size 2 times",
         ),
+        ({"eval_global_batch_size": 14}, "--eval-global-batch-size is 14, which is not a multiple of"),
         ({"global_batch_size": 14, "decrease_batch_size_if_needed": True, "eval_global_batch_size": 12}, None),
-        ({"eval_micro_batch_size": 5}, "--eval-global-batch-size is 12, which is not a multiple of"),
+        ({"eval_micro_batch_size": 5}, "--eval-global-batch-size is 12 (that of --global-batch-size, unless it is"),
     ],
-    ids=["whole", "by default", "layout", "part", "less than one", "strategies", "evaluation", "less", "own micro"],
+    ids=["whole", "by default", "layout", "part", "below", "strategies", "evaluation", "own", "less", "own micro"],
 )
 def test_a_batch_that_cannot_be_dealt_out_is_refused_with_those_that_can(sizes, said):
     problem = batch_size_problem(SimpleNamespace(**{**SIZES, **sizes}))
@@ -62,10 +64,18 @@ def test_a_batch_that_cannot_be_dealt_out_is_refused_with_those_that_can(sizes, 
         ("4", "Invalid schedule entry \"4\""),
         ("0:x", "could not convert"),
         ("", "at least one entry"),
+        # Of 2 samples in a micro-batch and 2 replicas.
+        ("0:6 1K:8", "the batch size 6 is not a multiple of --micro-batch-size 2 times the data-parallel size 2 ("),
+        ("0:4 1K:6", "the batch size 6 is not a multiple of --micro-batch-size 2 times the data-parallel size 2 ("),
+        ("0:2 1K:8", "(world size / TP*PP*CP); give 4"),
+        ("0:4 1K:0", "; give pairs of a threshold in tokens"),
+        ("0:4 1K:8 2K:4", "the batch size falls from 8 to 4, and Megatron stops where the number of micro-batches"),
+        ("0:4 1K:4 2K:8", None),
     ],
 )
-def test_a_schedule_that_cannot_be_read_is_refused_by_its_flag(schedule, said):
-    problem = schedule_problem(SimpleNamespace(step_batch_size_schedule=schedule, seq_length=32))
+def test_a_schedule_that_cannot_be_read_or_followed_is_refused_by_its_flag(schedule, said):
+    sizes = {**SIZES, "pipeline_model_parallel_size": 1, "world_size": 2}
+    problem = schedule_problem(SimpleNamespace(**sizes, step_batch_size_schedule=schedule, seq_length=32))
     assert problem is None if said is None else said in problem and "--step-batch-size-schedule" in problem
 
 
@@ -74,6 +84,12 @@ RUNS = {
     "workers": (
         local_arguments("single", "fp32", workers=2, global_batch_size=7),
         "--global-batch-size is 7, which is not a multiple of --micro-batch-size 2 times the data-parallel size 2",
+    ),
+    "a schedule": (
+        local_arguments(
+            "single", "fp32", workers=2, global_batch_size=None, step_batch_size_schedule="0:4 2K:6"
+        ),
+        "--step-batch-size-schedule '0:4 2K:6': the batch size 6 is not a multiple of --micro-batch-size 2 times",
     ),
     "strategies": (
         hot_arguments(["2,1,1", "1,2,1"], [32, 12, 0], global_batch_size=7),
@@ -90,7 +106,7 @@ RUNS = {
     ),
     "a file that is not there": (
         toy_gpt(heterogeneous_layers_config_path="/nowhere/layers.json"),
-        "arguments: Megatron refuses them: FileNotFoundError: [Errno 2] No such file or directory: '/nowhere/layers",
+        "arguments: --heterogeneous-layers-config-path /nowhere/layers.json: No such file or directory; give the",
     ),
 }
 

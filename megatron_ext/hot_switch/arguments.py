@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megatron_ext.batch_size import schedule_problem, sizes_problem
 from megatron_ext.errors import UserError
 from megatron_ext.hot_switch.config import ATTENTIONS, HotSwitchConfig
 from megatron_ext.hot_switch.data.conversations import conversation_problems
@@ -277,13 +278,15 @@ def _connection_problems(strategies: Sequence[Strategy]) -> list[str]:
 def _batch_problems(args: Any, home: Strategy) -> list[str]:
     """Return why Megatron could not count home's micro-batches, although a step's rows are made by length."""
     batch, whole = args.global_batch_size, _workers(args) * home.dp * home.micro_batch_size
+    workers = f" times {_workers(args)} workers" if _workers(args) > 1 else ""
+    factors = f"home's dp {home.dp} times its micro-batch size {home.micro_batch_size}{workers}"
+    if schedule_problem(args) is None and (scheduled := sizes_problem(args, whole, factors)) is not None:
+        return [scheduled]
     if batch is None or batch % whole == 0 or args.decrease_batch_size_if_needed:
         return []
     near = max(batch // whole, 1) * whole
-    factors = f"home's dp {home.dp} times its micro-batch size {home.micro_batch_size}"
-    workers = f" times {_workers(args)} workers" if _workers(args) > 1 else ""
     return [
-        f"--global-batch-size is {batch}, which is not a multiple of {factors}{workers}: Megatron counts home's "
+        f"--global-batch-size is {batch}, which is not a multiple of {factors}: Megatron counts home's "
         f"micro-batches by it; give {near} or {near + whole}"
     ]
 

@@ -185,6 +185,8 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
     @on(TrainStart)
     def on_train_start(self, context: TrainStart) -> None:
         """Open the data, and let home's gradients be those of all strategies."""
+        from megatron.core.num_microbatches_calculator import get_current_running_global_batch_size
+
         from megatron_ext.hot_switch.runtime.step import SwitchingStep
 
         if self._home is None:
@@ -200,7 +202,7 @@ class HotSwitchFeature(Feature, AddsLayouts, ReplacesSchedule):
         part = f", of which this job reads part {index} of {count}" if count > 1 else ""
         say(
             f"hot switching: {reader.sequences_per_epoch} sequences per epoch{part}, "
-            f"{context.args.global_batch_size} per step, {context.args.consumed_train_samples} read before"
+            f"{get_current_running_global_batch_size()} per step, {context.args.consumed_train_samples} read before"
         )
         for line in self._order_changes:
             say(line)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -206,7 +207,13 @@ def _said(outer: OuterOptimizerConfig) -> str:
 
 
 def ending_notice(
-    train_iters: int | None, done: int, since: int, interval: int, *, weights_alone: bool = False
+    train_iters: int | None,
+    done: int,
+    since: int,
+    interval: int,
+    *,
+    skipped: Collection[int] = (),
+    weights_alone: bool = False,
 ) -> str | None:
     """Return what to say when training is going to end between two rounds.
 
@@ -215,12 +222,16 @@ def ending_notice(
         done: iterations that lie behind, warm-up included.
         since: steps of them since the last round.
         interval: steps from one round to the next.
+        skipped: iterations in which Megatron makes no step.
         weights_alone: whether checkpoints have those of the last round alone.
     """
-    rest = 0 if train_iters is None else (train_iters - done + since) % interval
-    if not rest or train_iters is None or train_iters <= done:
+    if train_iters is None or train_iters <= done:
         return None
-    if train_iters - done + since < interval:
+    steps = since + sum(iteration not in skipped for iteration in range(done + 1, train_iters + 1))
+    rest = steps % interval
+    if not rest:
+        return None
+    if steps < interval:
         return (
             f"local SGD: no round falls into this run: --train-iters {train_iters} ends {plural(rest, 'step')} into an "
             f"interval of {interval} (--local-sgd-sync-interval), and every worker keeps weights of its own"

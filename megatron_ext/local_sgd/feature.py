@@ -192,7 +192,14 @@ class LocalSGDFeature(Feature, CutsWorkers, KeepsWeights, RepeatsSteps, SavesSta
         if not engine.drifts:
             done = max(args.iteration, config.local_sgd_warmup_steps) if engine.in_warmup else args.iteration
             since, interval = engine.steps_since_sync, config.local_sgd_sync_interval
-            line = ending_notice(args.train_iters, done, since, interval, weights_alone=args.no_save_optim)
+            line = ending_notice(
+                args.train_iters,
+                done,
+                since,
+                interval,
+                skipped=args.iterations_to_skip,
+                weights_alone=args.no_save_optim,
+            )
             if line is not None:
                 say(line)
 

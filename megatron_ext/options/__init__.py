@@ -6,7 +6,7 @@ CPU, and the page `docs/support-table.md` (`megatron_ext.support`). To say what 
 row: rows are in the files named after areas of Megatron, and a verdict is made by one of the functions of `verdict`.
 """
 
-from megatron_ext.options.asked import asks_to_switch
+from megatron_ext.options.asked import asks_to_switch, layers_file_problem
 from megatron_ext.options.optimizer_package import missing_optimizers
 from megatron_ext.options.row import Row
 from megatron_ext.options.table import ROWS, refusals, refused_rows, shared_by_peers
@@ -20,6 +20,7 @@ __all__ = [
     "Row",
     "UnknownOption",
     "asks_to_switch",
+    "layers_file_problem",
     "missing_optimizers",
     "refusals",
     "refused_rows",

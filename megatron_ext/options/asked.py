@@ -13,8 +13,21 @@ __all__ = [
     "builds_from_config",
     "has_linear_layers",
     "heterogeneous_layers",
+    "layers_file_problem",
     "packs_documents",
 ]
+
+_LAYERS_FILE_FIELDS = (
+    "block_configs",
+    "hidden_act",
+    "hidden_size",
+    "num_attention_heads",
+    "num_hidden_layers",
+    "rope_scaling",
+    "rope_theta",
+    "tie_word_embeddings",
+)
+"""That Megatron reads of the file of heterogeneous layers."""
 
 
 def asks_to_switch(args: Any) -> bool:
@@ -57,6 +70,28 @@ def heterogeneous_layers(args: Any) -> list[Any]:
         return list(json.loads(content)["block_configs"])
     except (OSError, ValueError, KeyError, TypeError):
         return []
+
+
+def layers_file_problem(args: Any) -> str | None:
+    """Return why Megatron cannot read the file of heterogeneous layers, which it says without the file's name.
+
+    Args:
+        args: Megatron's arguments as parsed.
+    """
+    content, path = args.heterogeneous_layers_config_encoded_json, args.heterogeneous_layers_config_path
+    if path is None or content is not None:
+        return None
+    title = f"--heterogeneous-layers-config-path {path}"
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        return f"{title}: {error.strerror}; give the config.json of such a model"
+    except ValueError as error:
+        return f"{title}: is not JSON ({error}); give the config.json of such a model"
+    if not isinstance(found, dict):
+        return f"{title}: is not a JSON object; give the config.json of such a model"
+    lacking = [name for name in _LAYERS_FILE_FIELDS if name not in found]
+    return f"{title}: has no {', '.join(lacking)}; give the config.json of such a model" if lacking else None
 
 
 def has_linear_layers(args: Any) -> bool:

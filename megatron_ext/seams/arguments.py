@@ -23,7 +23,13 @@ from megatron_ext.batch_size import batch_size_problem, schedule_problem
 from megatron_ext.config_options import argument_of, choices_of
 from megatron_ext.errors import UserError, combine, in_one_line, report
 from megatron_ext.hooks import LoadContext, hooks
-from megatron_ext.options import UnknownOption, missing_optimizers, unknown_options, unknown_problems
+from megatron_ext.options import (
+    UnknownOption,
+    layers_file_problem,
+    missing_optimizers,
+    unknown_options,
+    unknown_problems,
+)
 from megatron_ext.patching import Patch, PatchRegistry
 from megatron_ext.patching.bound_arguments import bound_with_defaults
 from megatron_ext.phrases import as_option, meant_option
@@ -194,7 +200,7 @@ def _wrap_validate(
         hooks.complete_arguments(args)
         problems = [problem for feature in hooks.features for problem in feature.validate(args)]
         sizes = (batch_size_problem(args), schedule_problem(args))
-        others = (async_save.missing_writer(args), missing_optimizers(args), *sizes)
+        others = (async_save.missing_writer(args), missing_optimizers(args), layers_file_problem(args), *sizes)
         problems += [problem for problem in others if problem is not None]
         if problems:
             raise combine(problems, "arguments")

@@ -270,6 +270,18 @@ CASES = {
             "give 6 or 8",
         ],
     ),
+    "batches of a schedule": (
+        arguments(
+            ["2,1,1", "1,2,1"], [32, 8, 0], global_batch_size=None, step_batch_size_schedule="0:8 1K:7"
+        ),
+        ["the batch size 7 is not a multiple of home's dp 2 times its micro-batch size 1; give 6 or 8"],
+    ),
+    "a schedule that falls": (
+        arguments(
+            ["2,1,1", "1,2,1"], [32, 8, 0], global_batch_size=None, step_batch_size_schedule="0:8 1K:4"
+        ),
+        ["the batch size falls from 8 to 4, and Megatron stops where"],
+    ),
     "no micro-batch": (
         arguments(["2,1,1", "1,2,1"], [32, 8, 0], micro_batch_size=0),
         ["strategy 2,1,1: micro_batch_size is 0"],
@@ -385,6 +397,12 @@ def test_what_hot_switching_decides_is_said():
     tokens = re.search(r"tokens: (\d+)", last.stdout)
     assert tokens is not None and 8 < int(tokens[1]) < 8 * 32
     assert first.probe == last.probe == [int(tokens[1])]
+
+
+def test_the_first_size_of_a_schedule_is_said():
+    schedule = {"global_batch_size": None, "step_batch_size_schedule": "0:8 1K:16"}
+    first = run_pretrain(arguments(*HOME_AND_GUEST, train_iters=1, **schedule), 2)[0]
+    assert "sequences per epoch, 8 per step, 0 read before" in first.stdout
 
 
 def problems_on(architecture, connections, lines):

@@ -163,6 +163,20 @@ def test_an_end_between_two_rounds_is_told_wherever_rounds_began(done, since, sa
     assert line is None if said is None else said in line
 
 
+@pytest.mark.parametrize(
+    ("skipped", "said"),
+    [
+        ([4], "--train-iters 8 ends 3 steps after a round"),
+        ([1, 2, 3, 4], None),
+        ([1, 2, 3, 4, 5], "no round falls into this run: --train-iters 8 ends 3 steps into an interval of 4"),
+        ([9, 0], None),
+    ],
+)
+def test_iterations_that_are_skipped_are_no_steps_of_the_last_interval(skipped, said):
+    line = ending_notice(8, 0, 0, 4, skipped=skipped)
+    assert line is None if said is None else said in line
+
+
 def test_how_a_tied_embedding_on_two_stages_is_treated_is_said_where_that_is_not_as_asked_for():
     sparse = {
         "local_sgd_codec": "int8",
