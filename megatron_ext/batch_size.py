@@ -6,8 +6,6 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from megatron.core import num_microbatches_calculator
-
 from megatron_ext.options import asks_to_switch
 
 __all__ = ["batch_size_problem", "schedule_problem", "sizes_problem"]
@@ -94,6 +92,8 @@ def _scheduled_sizes(args: Any) -> list[int]:
     Raises:
         AssertionError, ValueError: it cannot be read.
     """
+    from megatron.core import num_microbatches_calculator  # this one is imported before Megatron is
+
     # Releases before 0.19 have no schedules.
     calculator = getattr(num_microbatches_calculator, "StepBatchsizeNumMicroBatchesCalculator", None)
     schedule = getattr(args, "step_batch_size_schedule", None)

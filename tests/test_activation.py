@@ -262,6 +262,16 @@ def test_importing_the_package_touches_nothing():
     assert finished.stdout.strip() == "[]", finished.stderr
 
 
+def test_features_are_known_before_megatron_is_imported():
+    """Else the commands would wait for it, and what is patched while it is imported would come too late."""
+    code = (
+        "import sys, megatron_ext.seams.arguments; from megatron_ext.features import all_features; all_features(); "
+        "print([name for name in sys.modules if name.startswith('megatron.')])"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (finished.returncode, finished.stdout) == (0, "[]\n"), finished.stderr
+
+
 def test_the_module_form_runs_an_unchanged_script():
     run = arguments("single", "fp32", workers=2, local_sgd_sync_interval=2)
     assert same_state(run_pretrain(run, 2, patch="module"), run_pretrain(run, 2))

@@ -227,7 +227,7 @@ def ending_notice(
     """
     if train_iters is None or train_iters <= done:
         return None
-    steps = since + sum(iteration not in skipped for iteration in range(done + 1, train_iters + 1))
+    steps = since + train_iters - done - sum(done < iteration <= train_iters for iteration in set(skipped))
     rest = steps % interval
     if not rest:
         return None
