@@ -21,11 +21,9 @@ def batch_size_problem(args: Any) -> str | None:
     Args:
         args: Megatron's arguments as parsed.
     """
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    # Where the sizes of the model are wrong, Megatron says why.
-    if args.world_size % model or asks_to_switch(args):
+    replicas = _replicas(args)
+    if replicas is None:
         return None
-    replicas = args.world_size // model
     of_steps = (args.global_batch_size, args.micro_batch_size)
     if not args.decrease_batch_size_if_needed and (problem := _problem("", *of_steps, replicas)) is not None:
         return problem
@@ -55,10 +53,9 @@ def schedule_problem(args: Any) -> str | None:
             f"tokens, the first 0 and each a sequence ({args.seq_length}) or more above the one before, and a batch "
             "size, such as '0:4 64K:8'"
         )
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
-    if not sizes or args.world_size % model or asks_to_switch(args) or (args.micro_batch_size or 0) < 1:
+    replicas = _replicas(args) if sizes else None
+    if replicas is None or (args.micro_batch_size or 0) < 1:
         return None
-    replicas = args.world_size // model
     factors = f"--micro-batch-size {args.micro_batch_size} times the data-parallel size {replicas} {_REPLICAS}"
     return sizes_problem(args, args.micro_batch_size * replicas, factors)
 
@@ -84,6 +81,12 @@ def sizes_problem(args: Any, whole: int, factors: str) -> str | None:
                 "--global-batch-size where it is to fall"
             )
     return None
+
+
+def _replicas(args: Any) -> int | None:
+    """Return the data-parallel size; None with strategies, and where Megatron says what is wrong with the layout."""
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
+    return None if args.world_size % model or asks_to_switch(args) else int(args.world_size // model)
 
 
 def _scheduled_sizes(args: Any) -> list[int]:

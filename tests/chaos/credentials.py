@@ -6,7 +6,7 @@ from __future__ import annotations
 import secrets
 from pathlib import Path
 
-import trustme
+from tests.sync_service.authority import Authority
 
 __all__ = ["Credentials"]
 
@@ -21,20 +21,15 @@ class Credentials:
             folder: where they are; made.
         """
         folder.mkdir()
-        authority = trustme.CA()
-        issued = authority.issue_cert("127.0.0.1")
-        authority.cert_pem.write_to_path(folder / "ca.pem")
-        issued.cert_chain_pems[0].write_to_path(folder / "cert.pem")
-        issued.private_key_pem.write_to_path(folder / "key.pem")
         for name in ("token", "secret"):
             (folder / name).write_text(secrets.token_urlsafe(32))
-        names = {"tls_ca": "ca.pem", "tls_cert": "cert.pem", "tls_key": "key.pem", "token_file": "token"}
-        self.of_peers = {field: str(folder / name) for field, name in names.items()}
+        authority = Authority(folder, "chaos")
+        self._authority, self._secret = authority.file, str(folder / "secret")
+        self._own = {**authority.issue("127.0.0.1"), "token_file": str(folder / "token")}
+        self.of_peers = {**self._own, "tls_ca": authority.file}
         """Of a connection."""
-        self._secret = str(folder / "secret")
 
     def of_servers(self, count: int) -> dict[str, str]:
         """Return the fields of the configuration of as many servers."""
-        asked = {**self.of_peers, "tls_client_ca": self.of_peers["tls_ca"]}
-        authority = asked.pop("tls_ca")
-        return asked if count == 1 else {**asked, "tls_ca": authority, "shard_secret_file": self._secret}
+        among = {"tls_ca": self._authority, "shard_secret_file": self._secret} if count > 1 else {}
+        return {**self._own, "tls_client_ca": self._authority, **among}
